@@ -1,0 +1,1 @@
+"""Kernels and programs printed from graphs: Triton source and stand-alone Python."""

@@ -1,0 +1,1 @@
+"""What a plan costs: hardware profiles, compute, communication, memory, time."""

@@ -1,0 +1,1 @@
+"""Graph passes: a program in, a program out."""
