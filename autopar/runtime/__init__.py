@@ -1,0 +1,1 @@
+"""What runs a parallel program: transitions as collectives, simulated ranks, DTensor parameters, start-up checks."""

@@ -1,0 +1,120 @@
+"""Bring the captured graph into the few forms that the rules know: sums with global counts instead of means of losses,
+no dropout that drops nothing, no factory that reads a tensor only for its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.program import Program, record, set_record
+from autopar.rules.call import Call
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Normalize:
+    """Split mean losses into sum and global count, drop what does nothing, and free factories of the tensors they only look at.
+
+    Input:   %l = cross_entropy_loss(%x, %t)
+    Output:  %s = cross_entropy_loss(%x, %t, reduction=sum) ; %n = sum(ne(%t, -100)) ; %l = div(%s, %n)
+    Refuses: nothing; what it does not know stays as it is.
+    """
+
+    def run(self, program: Program) -> Program:
+        graph = Graph()
+        values: dict[Node, Node] = {}
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                rewrite = REWRITES.get(_packet(node))
+                replaced = rewrite(Emitter(graph, node, values)) if rewrite is not None else None
+                if replaced is not None:
+                    values[node] = replaced
+                    continue
+            values[node] = graph.node_copy(node, values.__getitem__)
+        return replace(program, graph=_clean(graph))
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """Adds calls in place of `node`, computing their fake values and copying its record."""
+
+    graph: Graph
+    node: Node
+    values: dict[Node, Node]
+
+    @property
+    def call(self) -> Call:
+        return Call(self.node)
+
+    def new(self, name: str) -> Any:
+        """An argument by schema name, as it is in the new graph."""
+        value = self.call.arg(name)
+        return self.values[value] if isinstance(value, Node) else value
+
+    def emit(self, target: Any, *args: Any, like: str = "", **kwargs: Any) -> Node:
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = {k: v for k, v in self.node.meta.items() if k != "val"}
+        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        mode = next((v.fake_mode for v in torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)) if hasattr(v, "fake_mode")), None)
+        mode = mode or getattr(self.node.meta["val"], "fake_mode", None)
+        if mode is not None:
+            with mode:
+                made.meta["val"] = target(*fake_args, **fake_kwargs)
+        else:
+            made.meta["val"] = target(*fake_args, **fake_kwargs)
+        found = record(self.node)
+        set_record(made, replace(found, op=f"{found.op}:{like}" if like else found.op))
+        return made
+
+
+def _packet(node: Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return schema.name if schema is not None else ""
+
+
+def _cross_entropy(e: Emitter) -> Node | None:
+    """Mean over index targets: sum / number of targets that count. Weighted and probability targets stay as they are."""
+    call = e.call
+    if call.arg("reduction", 1) != 1 or call.arg("weight") is not None or call.shape("target") == call.shape("self"):
+        return None
+    ignore = int(call.arg("ignore_index", -100))
+    smoothing = float(call.arg("label_smoothing", 0.0))
+    total = e.emit(aten.cross_entropy_loss.default, e.new("self"), e.new("target"), None, 2, ignore, smoothing, like="sum")
+    valid = e.emit(aten.ne.Scalar, e.new("target"), ignore, like="valid")
+    count = e.emit(aten.sum.default, valid, like="count")
+    return e.emit(aten.div.Tensor, total, count)
+
+
+def _dropout(e: Emitter) -> Node | None:
+    return None if e.call.arg("train") and e.call.arg("p") else e.new("input")
+
+
+def _new_filled(value: float | None) -> Callable[[Emitter], Node | None]:
+    def rewrite(e: Emitter) -> Node | None:
+        out = e.node.meta["val"]
+        fill = value if value is not None else e.call.arg("fill_value")
+        if isinstance(fill, Node):
+            return None
+        return e.emit(aten.full.default, list(out.shape), fill, dtype=out.dtype, device=out.device)
+
+    return rewrite
+
+
+REWRITES: dict[str, Callable[[Emitter], Node | None]] = {
+    "aten::cross_entropy_loss": _cross_entropy,
+    "aten::dropout": _dropout,
+    "aten::new_ones": _new_filled(1),
+    "aten::new_zeros": _new_filled(0),
+    "aten::new_full": _new_filled(None),
+}
+
+
+def _clean(graph: Graph) -> Graph:
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph
