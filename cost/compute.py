@@ -1,0 +1,82 @@
+"""Seconds of one op on one device: a roofline with efficiencies that fall for small sizes.
+
+Enters: floating-point operations, bytes moved to and from memory, dtype and a `Profile`. Leaves: seconds.
+Refused: nothing; sizes may be numbers or numpy arrays, which broadcast.
+
+    matmul:   t = launch + max(flop / (peak x plateau) x (1 + O/(b m n)) (1 + D/k) x misaligned, bytes / bandwidth)
+    op:       t = launch + max(flop / (peak x plateau) x (1 + H/d),  bytes / bandwidth)
+    memory:   t = launch + bytes / bandwidth
+
+b is the batch of a batched matmul. O (`matmul_half_output`) says how much of the result fills the device: with fewer
+tiles than that most units idle. D (`matmul_half_depth`) is the filling and draining of a tile's pipeline. `bandwidth`
+is the memory's peak times what streaming kernels reach.
+
+Source: Williams et al. 2009 (roofline); constants fitted to measured matmuls, see the profiles.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from autopar.cost.hardware import Profile
+
+_ELEMENT_BYTES = {"fp64": 8, "float64": 8, "fp32": 4, "float32": 4, "tf32": 4}  # everything else that multiplies has 2
+
+
+def element_bytes(dtype: object) -> int:
+    """Bytes of one element of a floating-point dtype (a torch dtype, its name, or one of `hardware.DTYPES`)."""
+    return _ELEMENT_BYTES.get(str(dtype).removeprefix("torch."), 2)
+
+
+def matmul_s(flop: Any, m: Any, n: Any, k: Any, dtype: object, profile: Profile) -> Any:
+    """Seconds of ``[b, m, k] @ [b, k, n]``.
+
+    Args:    flop: 2 b m n k, which also says the batch b.
+             m, n, k: rows, columns and length of the sum, of this device's shards.
+    Returns: seconds; a float, or an array of the broadcast shape of the arguments. No flop costs 0.
+    """
+    flop, m, n, k = (np.asarray(x, dtype=np.float64) for x in (flop, m, n, k))
+    width = element_bytes(dtype)
+    safe_m, safe_n, safe_k = np.maximum(m, 1.0), np.maximum(n, 1.0), np.maximum(k, 1.0)
+    batch = flop / (2 * safe_m * safe_n * safe_k)
+    fill = 1 + profile.matmul_half_output / np.maximum(batch * safe_m * safe_n, 1.0)
+    depth = 1 + profile.matmul_half_depth / safe_k
+    # A row that is not a whole number of vector loads makes the library fall back to slower kernels.
+    misaligned = (n * width % profile.alignment_bytes != 0) | (k * width % profile.alignment_bytes != 0)
+    slowdown = fill * depth * np.where(misaligned, 1 / profile.misaligned_fraction, 1.0)
+    compute_s = flop / (profile.peak(dtype) * profile.matmul_plateau) * slowdown
+    size_bytes = width * batch * (safe_m * safe_k + safe_k * safe_n + safe_m * safe_n)
+    time_s = profile.kernel_launch_s + np.maximum(compute_s, size_bytes / _bandwidth_bytes_per_s(profile))
+    return _scalar(np.where(flop > 0, time_s, 0.0))
+
+
+def memory_bound_s(size_bytes: Any, profile: Profile) -> Any:
+    """Seconds of a pointwise op, reduction or copy that reads and writes `size_bytes` in all. 0 bytes cost 0."""
+    size = np.asarray(size_bytes, dtype=np.float64)
+    time_s = profile.kernel_launch_s + size / _bandwidth_bytes_per_s(profile)
+    return _scalar(np.where(size > 0, time_s, 0.0))
+
+
+def op_s(flop: Any, size_bytes: Any, dtype: object, profile: Profile, min_dim: Any = None) -> Any:
+    """Seconds of an op that is neither a plain matmul nor bound by memory for sure: attention, convolution.
+
+    Args:    flop, size_bytes: work, and bytes read and written.
+             min_dim: its shortest contracted dim (the head size of attention), which limits its efficiency; None when
+             nothing does.
+    Returns: seconds, as `matmul_s`. No flop and no bytes cost 0.
+    """
+    work, size = np.asarray(flop, dtype=np.float64), np.asarray(size_bytes, dtype=np.float64)
+    slowdown: Any = 1.0
+    if min_dim is not None:
+        slowdown = 1 + profile.narrow_half_dim / np.maximum(np.asarray(min_dim, dtype=np.float64), 1.0)
+    compute_s = work / (profile.peak(dtype) * profile.matmul_plateau) * slowdown
+    time_s = profile.kernel_launch_s + np.maximum(compute_s, size / _bandwidth_bytes_per_s(profile))
+    return _scalar(np.where((work > 0) | (size > 0), time_s, 0.0))
+
+
+def _bandwidth_bytes_per_s(profile: Profile) -> float:
+    return profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency
+
+
+def _scalar(time_s: np.ndarray) -> Any:
+    return float(time_s) if time_s.ndim == 0 else time_s

@@ -1,0 +1,220 @@
+"""Hardware profiles: what a device computes, holds and sends.
+
+Enters: the name of a profile in ``profiles/`` (``"h100-sxm"``), or the path of a JSON file of the same form.
+Leaves: a frozen `Profile`. Formulas live in `compute`, `collective` and `memory`; every figure lives in the JSON file.
+Refused, with a one-line `MeshError`: unknown names, and files with missing, negative or wrongly typed fields.
+
+In a file every figure is ``{"value": number, "source": "[spec|derived|measured] where it comes from"}``: [spec] is the
+vendor's, [derived] computed from others, [measured] observed. The tag is checked when the file is read.
+"""
+
+import difflib
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import MeshError
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16")
+"""Dtypes a profile has a peak for. fp32 is strict; tf32 is what fp32 matmuls run in when the user allows it."""
+
+_DTYPE_OF_TORCH = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_PROFILES = Path(__file__).parent / "profiles"
+_TAGS = ("[spec] ", "[derived] ", "[measured] ")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How one device reaches its neighbours on one level. Bandwidths are per device, one direction, achieved.
+
+    Fields:  bandwidth_bytes_per_s: what a device sends in a ring with large buffers, when all its node sends too.
+             latency_s: one hop of a small message.
+             bulk_latency_s: what a collective pays once to run at full bandwidth instead of in small packets.
+             small_fraction: share of the bandwidth that small packets reach, 0 < share <= 1.
+             reduce_bytes_per_s: a switch that adds: buffer bytes all-reduced per second; 0 when the switch cannot.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    bulk_latency_s: float = 0.0
+    small_fraction: float = 1.0
+    reduce_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bandwidth_bytes_per_s <= 0 or not 0 < self.small_fraction <= 1:
+            raise MeshError(f"link '{self.name}' needs a bandwidth above 0 and a small_fraction between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One kind of device and its links.
+
+    Fields:  peak_flop_per_s: dense peak of each of `DTYPES`, without sparsity.
+             memory_bytes: what the driver offers. reserve_bytes: what we leave to context, libraries, fragmentation.
+             memory_bandwidth_bytes_per_s: peak. memory_efficiency: share of it that streaming kernels reach.
+             links: fastest level first; the last one repeats for slower levels.
+             kernel_launch_s: from the end of one kernel to the start of the next when the host keeps ahead.
+             matmul_plateau: share of the peak that large matmuls reach.
+             matmul_half_output, matmul_half_depth: elements of the result (rows x columns), and length of the sum, at
+             which a matmul is at half of the plateau. narrow_half_dim: the same for the head size of fused attention.
+             misaligned_fraction: what is left of the speed when a row is not a multiple of `alignment_bytes`.
+    """
+
+    name: str
+    peak_flop_per_s: Mapping[str, float] = field(hash=False)
+    memory_bytes: int
+    reserve_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    memory_efficiency: float
+    links: tuple[Link, ...]
+    kernel_launch_s: float
+    matmul_plateau: float
+    matmul_half_output: float
+    matmul_half_depth: float
+    narrow_half_dim: float
+    misaligned_fraction: float
+    alignment_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.links:
+            raise MeshError(f"profile '{self.name}' has no links")
+        missing = [dtype for dtype in DTYPES if dtype not in self.peak_flop_per_s]
+        if missing:
+            raise MeshError(f"profile '{self.name}' has no peak_flop_per_s for {', '.join(missing)}")
+
+    def link(self, level: int) -> Link:
+        """The link of a level, counted from the fastest one (0: devices inside a node)."""
+        return self.links[min(level, len(self.links) - 1)]
+
+    def peak(self, dtype: object) -> float:
+        """Dense peak, flop/s, of one of `DTYPES`, a torch dtype or its name.
+
+        Integers and booleans run on the same units as fp32 and count like it.
+        """
+        name = str(dtype).removeprefix("torch.")
+        return self.peak_flop_per_s.get(_DTYPE_OF_TORCH.get(name, name), self.peak_flop_per_s["fp32"])
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the profiles that come with autopar, sorted."""
+    return tuple(sorted(path.stem for path in _PROFILES.glob("*.json")))
+
+
+@functools.cache
+def load_profile(name_or_path: str | Path) -> Profile:
+    """The profile of a device.
+
+    Args:    name_or_path: one of `profile_names()`, or the path of a JSON file (anything with a "/" or ".json").
+    Raises:  MeshError: no such profile, or a field of the file is missing, negative or of the wrong type.
+    """
+    text = str(name_or_path)
+    if text.endswith(".json") or "/" in text:
+        path = Path(text)
+    else:
+        path = _PROFILES / f"{text.lower()}.json"
+        if not path.is_file():
+            start = text.lower()
+            near = [name for name in profile_names() if start and name.startswith(start)]
+            near = near or difflib.get_close_matches(start, profile_names(), n=1, cutoff=0.4)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise MeshError(f"unknown device '{text}'; known devices are {', '.join(profile_names())}.{hint}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MeshError(f"cannot read hardware profile {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise MeshError(f"hardware profile {path} is not JSON: {str(error).splitlines()[0]}") from error
+    return _parse(data, path.name)
+
+
+# Each figure of a file with its type, and its largest value where it is a share. Zero is allowed only where listed.
+_FIGURES: dict[str, tuple[type, float | None]] = {
+    "memory_bytes": (int, None),
+    "reserve_bytes": (int, None),
+    "memory_bandwidth_bytes_per_s": (float, None),
+    "memory_efficiency": (float, 1.0),
+    "kernel_launch_s": (float, None),
+    "matmul_plateau": (float, 1.0),
+    "matmul_half_output": (float, None),
+    "matmul_half_depth": (float, None),
+    "narrow_half_dim": (float, None),
+    "misaligned_fraction": (float, 1.0),
+    "alignment_bytes": (int, None),
+}
+_LINK_FIGURES: dict[str, tuple[type, float | None]] = {
+    "bandwidth_bytes_per_s": (float, None),
+    "latency_s": (float, None),
+    "bulk_latency_s": (float, None),
+    "small_fraction": (float, 1.0),
+    "reduce_bytes_per_s": (float, None),
+}
+_MAY_BE_ZERO = {"reserve_bytes", "kernel_launch_s", "latency_s", "bulk_latency_s", "reduce_bytes_per_s"} | {
+    "matmul_half_output",
+    "matmul_half_depth",
+    "narrow_half_dim",
+}
+
+
+def _parse(data: Any, file: str) -> Profile:
+    name = _field(data, "name", str, file, "")
+    peaks = _field(data, "peak_flop_per_s", dict, file, "")
+    links = _field(data, "links", list, file, "")
+    known = {"name", "note", "peak_flop_per_s", "links", *_FIGURES}
+    _refuse_unknown(data, known, file, "")
+    _refuse_unknown(peaks, set(DTYPES), file, "peak_flop_per_s.")
+    parsed_links = []
+    for i, link in enumerate(links):
+        prefix = f"links[{i}]."
+        link_name = _field(link, "name", str, file, prefix)
+        _refuse_unknown(link, {"name", *_LINK_FIGURES}, file, prefix)
+        parsed_links.append(Link(link_name, **_figures(link, _LINK_FIGURES, file, prefix)))
+    if not parsed_links:
+        raise MeshError(f"{file}: field 'links' is empty; it needs one link a level, fastest level first")
+    return Profile(
+        name=name,
+        peak_flop_per_s=_figures(peaks, dict.fromkeys(DTYPES, (float, None)), file, "peak_flop_per_s."),
+        links=tuple(parsed_links),
+        **_figures(data, _FIGURES, file, ""),
+    )
+
+
+def _figures(data: Any, table: Mapping[str, tuple[type, float | None]], file: str, prefix: str) -> dict[str, Any]:
+    return {name: _figure(data, name, kind, most, file, prefix) for name, (kind, most) in table.items()}
+
+
+def _figure(data: Any, name: str, kind: type, most: float | None, file: str, prefix: str) -> Any:
+    entry = _field(data, name, dict, file, prefix)
+    value = _field(entry, "value", (int, float) if kind is float else int, file, f"{prefix}{name}.")
+    source = _field(entry, "source", str, file, f"{prefix}{name}.")
+    where = f"{file}: field '{prefix}{name}'"
+    if not 0 <= value < float("inf") or (value == 0 and name not in _MAY_BE_ZERO) or (most and value > most):
+        bound = f"between 0 and {most:g}" if most else "at least 0" if name in _MAY_BE_ZERO else "above 0"
+        raise MeshError(f"{where} is {value}; it must be {bound}")
+    if not source.startswith(_TAGS):
+        raise MeshError(f"{where} has source {source!r}, which starts with none of {', '.join(map(str.strip, _TAGS))}")
+    return kind(value)
+
+
+def _field(data: Any, name: str, kind: Any, file: str, prefix: str) -> Any:
+    if not isinstance(data, dict):
+        where = f"field '{prefix[:-1]}'" if prefix else "the file"
+        raise MeshError(f"{file}: {where} is {type(data).__name__}, not an object")
+    if name not in data:
+        raise MeshError(f"{file}: field '{prefix}{name}' is missing")
+    value = data[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = {str: "a string", dict: "an object", list: "a list", int: "an integer"}.get(kind, "a number")
+        raise MeshError(f"{file}: field '{prefix}{name}' is {value!r}; it must be {wanted}")
+    return value
+
+
+def _refuse_unknown(data: dict[str, Any], known: set[str], file: str, prefix: str) -> None:
+    for name in data:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            hint = f"; did you mean '{prefix}{near[0]}'?" if near else ""
+            raise MeshError(f"{file}: unknown field '{prefix}{name}'{hint}")
