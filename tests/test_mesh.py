@@ -239,3 +239,9 @@ def test_coordinates_round_trip(case):
         inside = logical.topology.levels[0]
         expected = levels[0] if axis.spans[0][0] == 0 else 1
         assert np.bincount(np.array(ranks) // inside).max() == expected
+
+
+def test_pinned_axes_are_laid_tp_cp_ep_dp_pp():
+    logical = factor_axes(Mesh("4x8"), {"pp": 2, "dp": 2, "ep": 2, "cp": 2, "tp": 2})
+    assert [axis.name for axis in logical.axes] == ["tp", "cp", "ep", "dp", "pp"]
+    assert [axis.stride for axis in logical.axes] == [1, 2, 4, 8, 16]
