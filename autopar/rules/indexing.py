@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from autopar.rules.call import Call
+from autopar.rules.reduction import one_longer
 from autopar.rules.rule import Dim, Rule, rule
 
 if TYPE_CHECKING:
@@ -28,13 +29,10 @@ def _embedding_local(ctx: Local) -> Node:
     weight, ids = ctx.ins
     first, size = ctx.extent("v")
     here, row = locate(ctx, ids, first, size)
-    if size == 0:  # an empty shard: look up in a row of zeros instead
-        shape = [*ids.meta["val"].shape, weight.meta["val"].shape[1]]
-        zero = ctx.emit(aten.sum.default, weight)  # keeps the weight in the graph, with a zero gradient
-        return ctx.emit(aten.add.Tensor, ctx.emit(aten.new_zeros.default, weight, shape), zero)
     padding = int(ctx.call.arg("padding_idx", -1))
     local_padding = padding - first if first <= padding < first + size else -1
-    rows = ctx.same(indices=row, padding_idx=local_padding)
+    table = one_longer(ctx, weight, 0, 0.0) if ctx.uneven("v") else weight
+    rows = ctx.same(weight=table, indices=row, padding_idx=local_padding)
     return ctx.emit(aten.masked_fill.Scalar, rows, ctx.emit(aten.unsqueeze.default, ctx.emit(aten.logical_not.default, here), -1), 0.0)
 
 

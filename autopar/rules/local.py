@@ -73,6 +73,10 @@ class Local:
             first += start
         return first, size
 
+    def uneven(self, letter: str) -> bool:
+        """May some rank's shard of this factor be shorter than others', or empty? The same answer on every rank."""
+        return self.rule.sizes[letter] % math.prod(self.ranks[a] for a in self.cut(letter)) != 0
+
     def local_size(self, letter: str) -> int:
         """Local size of a factor, however many parts it has."""
         if letter not in {f.letter for f in self.factors.values()}:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from autopar.rules.call import Call
 from autopar.rules.indexing import locate
-from autopar.rules.reduction import local_max
+from autopar.rules.reduction import local_max, one_longer
 from autopar.rules.rule import Collective, Distributed, Rule, rule
 
 if TYPE_CHECKING:
@@ -55,14 +55,12 @@ def _cross_entropy_local(ctx: Local) -> Node:
     x, target = ctx.ins
     ignore = int(ctx.call.arg("ignore_index", -100))
     first, size = ctx.extent("v")
-    shifted = ctx.emit(aten.sub.Tensor, x, ctx.reduce(local_max(ctx, x, 1), "v", "max"))
+    shifted = ctx.emit(aten.sub.Tensor, x, ctx.reduce(local_max(ctx, x, 1, "v"), "v", "max"))
     norm = ctx.reduce(ctx.emit(aten.sum.dim_IntList, ctx.emit(aten.exp.default, shifted), [1]), "v", "I")
     here, row = locate(ctx, target, first, size)
-    if size:
-        picked = ctx.emit(aten.squeeze.dim, ctx.emit(aten.gather.default, shifted, 1, ctx.emit(aten.unsqueeze.default, row, 1)), 1)
-        picked = ctx.emit(aten.masked_fill.Scalar, picked, ctx.emit(aten.logical_not.default, here), 0.0)
-    else:
-        picked = ctx.emit(aten.sum.dim_IntList, shifted, [1])
+    table = one_longer(ctx, shifted, 1, 0.0) if ctx.uneven("v") else shifted
+    picked = ctx.emit(aten.squeeze.dim, ctx.emit(aten.gather.default, table, 1, ctx.emit(aten.unsqueeze.default, row, 1)), 1)
+    picked = ctx.emit(aten.masked_fill.Scalar, picked, ctx.emit(aten.logical_not.default, here), 0.0)
     picked = ctx.reduce(picked, "v", "I")
     loss = ctx.emit(aten.sub.Tensor, ctx.emit(aten.log.default, norm), picked)
     loss = ctx.emit(aten.masked_fill.Scalar, loss, ctx.emit(aten.eq.Scalar, target, ignore), 0.0)

@@ -103,7 +103,7 @@ def _softmax_local(ctx: Local) -> Node:
     dtype = ctx.call.arg("dtype")
     if dtype is not None:
         x = ctx.emit(aten.to.dtype, x, dtype)
-    shifted = ctx.emit(aten.sub.Tensor, x, ctx.reduce(local_max(ctx, x, at), f"r{at}", "max"))
+    shifted = ctx.emit(aten.sub.Tensor, x, ctx.reduce(local_max(ctx, x, at, f"r{at}"), f"r{at}", "max"))
     exponentials = ctx.emit(aten.exp.default, shifted)
     # the sum is used against sharded values, so its gradient is a part on each rank: R, not I
     norm = ctx.reduce(ctx.emit(aten.sum.dim_IntList, exponentials, [at], True), f"r{at}", "R")
@@ -112,13 +112,18 @@ def _softmax_local(ctx: Local) -> Node:
     return ctx.emit(aten.div.Tensor, exponentials, norm)
 
 
-def local_max(ctx: Local, x: Node, dim: int) -> Node:
+def local_max(ctx: Local, x: Node, dim: int, letter: str) -> Node:
     """Largest value along `dim` of a shard, -inf where the shard is empty; no gradient."""
     stopped = ctx.emit(aten.detach.default, x)
-    if x.meta["val"].shape[dim] == 0:
-        shape = [1 if d == dim else n for d, n in enumerate(x.meta["val"].shape)]
-        return ctx.emit(aten.new_full.default, stopped, shape, float("-inf"))
+    if ctx.uneven(letter):
+        stopped = one_longer(ctx, stopped, dim, float("-inf"))
     return ctx.emit(aten.amax.default, stopped, [dim], True)
+
+
+def one_longer(ctx: Local, x: Node, dim: int, fill: float) -> Node:
+    """Add one row of `fill` along `dim`, so that an empty shard can be read; every rank does so, to run the same nodes."""
+    shape = [1 if d == dim else n for d, n in enumerate(x.meta["val"].shape)]
+    return ctx.emit(aten.cat.default, [x, ctx.emit(aten.new_full.default, x, shape, fill)], dim)
 
 
 def layer_norm(call: Call) -> Rule:
