@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from autopar.rules import attention, contraction, indexing, loss, pointwise, reduction, view
+from autopar.rules import attention, contraction, indexing, loss, norm, pointwise, reduction, view
 from autopar.rules.call import Call
 from autopar.rules.rule import Rule
 
@@ -21,6 +21,7 @@ FAMILIES: tuple[dict[str, Callable[[Call], Rule | None]], ...] = (
     attention.RULES,
     indexing.RULES,
     loss.RULES,
+    norm.RULES,
 )
 TABLE: dict[str, Callable[[Call], Rule | None]] = {name: build for family in FAMILIES for name, build in family.items()}
 """By op packet name, any overload."""

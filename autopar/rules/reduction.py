@@ -1,4 +1,4 @@
-"""Reductions and scans along dims, and the norms and softmaxes built of them."""
+"""Reductions and scans along dims, and the softmaxes built of them."""
 
 from __future__ import annotations
 
@@ -126,17 +126,6 @@ def one_longer(ctx: Local, x: Node, dim: int, fill: float) -> Node:
     return ctx.emit(aten.cat.default, [x, ctx.emit(aten.new_full.default, x, shape, fill)], dim)
 
 
-def layer_norm(call: Call) -> Rule:
-    """The normalised dims are whole."""
-    shape = call.in_shapes[0]
-    n = len(call.arg("normalized_shape"))
-    dims: list[Dim] = [(f"d{i}",) for i in range(len(shape))]
-    tail = tuple(dims[len(shape) - n :])
-    sizes = {f"d{i}": s for i, s in enumerate(shape)}
-    whole = frozenset(f"d{i}" for i in range(len(shape) - n, len(shape)))
-    return Rule((tuple(dims), *(tail for _ in call.inputs[1:])), (tuple(dims),), sizes, whole=whole, saves=(0,))
-
-
 RULES: dict[str, Callable[[Call], Rule | None]] = {
     "sum": total,
     "mean": total,
@@ -144,6 +133,4 @@ RULES: dict[str, Callable[[Call], Rule | None]] = {
     **dict.fromkeys("cumsum cumprod logcumsumexp flip".split(), scan),
     "diff": diff,
     **dict.fromkeys("softmax _softmax log_softmax _log_softmax".split(), softmax),
-    "layer_norm": layer_norm,
-    "rms_norm": layer_norm,
 }
