@@ -18,10 +18,14 @@ The relaxation goes first: on planner graphs it is often integral, and much quic
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import math
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -236,7 +240,24 @@ def _run(
     for name in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance"):
         params.highs.double_options[name] = FEASIBILITY
     hints = mathopt.ModelSolveParameters(solution_hints=[hint] if hint else [])
-    return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=hints)
+    with stdout_to_stderr():
+        return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=hints)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """HiGHS has a debugging print that no option silences; on standard output it would break `--json`."""
+    libc = ctypes.CDLL(None)
+    sys.stdout.flush()
+    libc.fflush(None)
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        libc.fflush(None)  # what C has buffered meanwhile belongs to standard error
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _hint(

@@ -33,7 +33,7 @@ from autopar.solver.problem import Floats, Problem, Solution, evaluate, fits, un
 from autopar.solver.reduce import NoOptionError, Reduction, drop_dominated, simplify
 
 QUICK_DOMINANCE = 5e6  # entries compared a choice before any bound is known; two mesh axes stay below it
-SMALL_PROGRAM = 20_000  # columns of the first, partial program
+SMALL_PROGRAM = 3_000  # columns of the first, partial program
 LARGE_PROGRAM = 400_000  # columns beyond which HiGHS does not finish its relaxation in useful time
 PROOF_GAP = 1e-9  # a gap of the size of rounding: sums in another order differ by this much
 ROUNDS = 3  # of bound and drop; each makes the next one sharper

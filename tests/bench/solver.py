@@ -1,7 +1,7 @@
 """Times the solver on transformer-like problems: python tests/bench/solver.py [two] [three] [--limits 0.9,0.5,0.2].
 
-Builds two classes of transformer blocks with rotary attention, gated feed-forward, residual joins and a storage
-choice for each parameter, over two mesh axes (64 options, 36 layouts) or three (343 options, 216 layouts; "equal": 2 x 2 x 2).
+Builds two classes of transformer blocks with rotary attention, gated feed-forward, residual joins and a storage choice
+for each parameter, over two mesh axes (64 options, 36 layouts) or three (343 options, 216 layouts; "equal": 2 x 2 x 2).
 A limit is a fraction between the least memory and that of the cheapest assignment. Prints a line a solve.
 """
 
@@ -146,12 +146,13 @@ def main() -> None:
         )
         for limit in arguments.limits.split(","):
             bytes_ = math.inf if limit == "inf" else least + float(limit) * (largest - least)
-            begun = time.perf_counter()
+            begun, cpu = time.perf_counter(), time.process_time()
             case = Problem(problem.choices, problem.edges, bytes_)
             s = solve(case, time_limit_s=arguments.time, relative_gap=arguments.gap)
             largest = largest or s.memory_bytes
             print(
-                f"  limit {limit:>5}: {time.perf_counter() - begun:6.2f} s  {s.solver:12} "
+                f"  limit {limit:>5}: {time.perf_counter() - begun:6.2f} s "
+                f"({time.process_time() - cpu:.2f} s of CPU)  {s.solver:12} "
                 f"objective {s.objective_s:.6f} gap {s.gap:.1e} memory {s.memory_bytes / 2**30:.2f} GiB, "
                 f"process peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB",
                 flush=True,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from autopar.solver import Choice, Edge, Problem, evaluate
 from autopar.solver.milp import program_size, solve_program
 from autopar.solver.reduce import NoOptionError, simplify
 from tests.solver.random_problems import brute_force, layered_problem, random_problem
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_program_equals_brute_force() -> None:
@@ -49,6 +54,18 @@ def test_limit_met_exactly_at_gigabytes_is_kept() -> None:
     assert result.options == (0, 0, 0, 0)
     result = solve_program(Problem(choices, (), 4 * unit - 100), time.monotonic() + 10)
     assert result.options is None
+
+
+def test_prints_of_the_solver_stay_off_standard_output() -> None:
+    code = (
+        "import ctypes; from autopar.solver.milp import stdout_to_stderr\n"
+        "print('before')\n"
+        "with stdout_to_stderr(): ctypes.CDLL(None).puts(b'noise')\n"
+        "print('after')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "before\nafter\n"
+    assert "noise" in done.stderr
 
 
 def test_a_start_and_a_past_deadline_are_taken() -> None:

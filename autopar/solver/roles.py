@@ -1,0 +1,98 @@
+"""What each axis may do in each op, and what it must: pinned roles turned into allowed and required options.
+
+A factor is *batch* when its parts are tied by the rules to dim 0 of the first tensor input (or what `batch_dims` says), and
+*sequence* when they are tied to the query or key sequence of attention (without attention: to dim 1 of an integer input).
+A pinned axis splits ops only in its own role; every op with a matrix product that can take the role must take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.errors import PlanError
+from autopar.mesh import LogicalMesh
+from autopar.pins import Pins
+from autopar.rules.analyse import Analysis, Op
+from autopar.rules.refine import Factor
+
+
+@dataclass(frozen=True, eq=False)
+class Roles:
+    analysis: Analysis
+    mesh: LogicalMesh
+    pins: Pins
+    batch_dims: Mapping[str, int]
+
+    @cached_property
+    def batch(self) -> frozenset[int]:
+        """Classes of parts that are the batch."""
+        found = set()
+        inputs = [s for s in self.analysis.program.sources if s.kind == "input"]
+        shaped = [s for s in inputs if self.analysis.parts[s.node].dims]
+        for source in shaped:
+            dim = self.batch_dims.get(source.path, 0 if source is shaped[0] and not self.batch_dims else None)
+            if dim is None:
+                continue
+            parts = self.analysis.parts[source.node]
+            if not -len(parts.dims) <= dim < len(parts.dims):
+                raise PlanError(f"batch_dims[{source.path!r}]={dim}: the input has {len(parts.dims)} dims")
+            place = (source.node, parts.starts[dim % len(parts.dims)])
+            if place in self.analysis.classes:
+                found.add(self.analysis.classes[place])
+        return frozenset(found)
+
+    @cached_property
+    def sequence(self) -> frozenset[int]:
+        """Classes of parts that are the sequence (the batch excepted)."""
+        found = set()
+        for op in self.analysis.ops.values():
+            if is_attention(op):
+                found |= {self.analysis.classes.get((op.ins[i], part), -1) for i in (0, 1) for part in self._parts_of_dim(op.ins[i], -2)}
+        if not found:
+            for source in self.analysis.program.sources:
+                if source.kind == "input" and len(self.analysis.parts[source.node].dims) > 1 and not self.analysis.dtypes[source.node].is_floating_point:
+                    found |= {self.analysis.classes.get((source.node, part), -1) for part in self._parts_of_dim(source.node, 1)}
+        return frozenset(found) - self.batch - {-1}
+
+    def _parts_of_dim(self, value: str, dim: int) -> range:
+        parts = self.analysis.parts[value]
+        dim %= len(parts.dims)
+        return range(parts.starts[dim], parts.starts[dim] + len(parts.dims[dim]))
+
+    @cached_property
+    def weights(self) -> frozenset[str]:
+        """Values computed from parameters alone."""
+        found = {s.node for s in self.analysis.program.sources if s.kind == "parameter"}
+        for op in self.analysis.ops.values():
+            if op.ins and all(v in found for v in op.ins):
+                found.update(op.outs)
+        return frozenset(found)
+
+    def kind(self, op: Op, factor: Factor) -> str:
+        """What cutting this factor means: "dp", "cp" (sequence) or "tp" (anything else)."""
+        number = self.analysis.factor_class(op, factor)
+        return "dp" if number in self.batch else "cp" if number in self.sequence else "tp"
+
+    def allowed(self, op: Op, axis: int, option: str, factor: Factor | None) -> bool:
+        """May `op` take `option` on this axis?"""
+        role = self.mesh.axes[axis].role
+        if role is None or factor is None:
+            return True
+        kind = self.kind(op, factor)
+        if role == "tp":
+            return kind == "tp" or (kind == "cp" and self.pins.sp is not False and op.rule.flop == 0)
+        return kind == role
+
+    def required(self, op: Op, role: str) -> frozenset[str]:
+        """Options of which `op` must take one on some axis of a pinned role; empty when it need not."""
+        if not op.rule.flop or role not in {a.role for a in self.mesh.axes}:
+            return frozenset()
+        if role == "tp" and not (is_attention(op) or any(v in self.weights for v in op.ins)):
+            return frozenset()
+        return frozenset(f.name for f in op.factors if self.kind(op, f) == role)
+
+
+def is_attention(op: Op) -> bool:
+    return "scaled_dot_product_attention" in str(op.node.target)
