@@ -1,0 +1,296 @@
+"""Take in-place writes out of a captured graph; every other op stays as the user wrote it.
+
+Enters: a flat graph that may write in place, to buffers, to fresh tensors, or through views of them.
+Leaves: the same graph with values only, and the new value of each buffer that was written.
+    %v = select(%x, 0, 1) ; add_(%v, 1) ; f(%x)   ->   %v = select(%x, 0, 1) ; %a = add(%v, 1) ;
+                                                       %x1 = select_scatter(%x, %a, 0, 1) ; f(%x1)
+Batch norm in training writes its statistics without saying so in its schema: they become explicit means.
+Refused: writes to parameters or constants, under no_grad to what carries a gradient, or through a view without an
+inverse here. A write to an input stays inside the graph: the caller's tensor is left as it was.
+
+(torch's own functionalisation runs below autograd: it would replace batch norm and dropout by ops without a gradient,
+and lose where the user stopped gradients.)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autopar.capture.explain import refuse
+
+aten = torch.ops.aten
+
+_RENAMED = {"__iand__": "bitwise_and", "__ior__": "bitwise_or", "__ixor__": "bitwise_xor",
+            "__ilshift__": "__lshift__", "__irshift__": "__rshift__", "normal_": "normal_functional"}  # fmt: skip
+_OVERLOADS = {("bernoulli_", "float"): "p"}
+_ONLY_NAMED_IN_PLACE = ("detach_", "unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_")
+"""They write no element: they are views."""
+_REFUSED = ("set_", "resize_", "as_strided_", "resize_as_")
+_UNWRITABLE = {"parameter": "a parameter", "constant": "a tensor that is no registered buffer"}
+_REMEDY = "write the result to a new tensor"
+
+# Views by what undoes them. Order-preserving ones are undone by a reshape.
+_STOPS = ("detach",)
+_RESHAPES = (*_STOPS, "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as",
+             "ravel", "contiguous", "to", "alias", "_unsafe_view", "lift_fresh", "type_as")  # fmt: skip
+_SELF_INVERSE = ("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T")
+_SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")
+
+
+def writes(node: Node) -> bool:
+    """Whether a call changes one of its arguments."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.is_mutable or _tracked_norm(node)
+
+
+def _tracked_norm(node: Node) -> bool:
+    """Batch or instance norm that updates running statistics (arguments x, weight, bias, mean, var, training, ...)."""
+    return node.target in (aten.batch_norm.default, aten.instance_norm.default) and bool(
+        node.args[5] and node.args[3] is not None
+    )
+
+
+def functionalise(graph: Graph, kinds: dict[Node, str], no_grad: set[Node]) -> dict[Node, Node]:
+    """Rewrite `graph` (see the module docstring) and return {buffer's placeholder: its new value}.
+
+    kinds: the source kind of each placeholder. no_grad: nodes made under no_grad; new ones are added.
+    Raises: CaptureError for the writes that are refused.
+    """
+    for node in graph.nodes:
+        name = node.target._schema.name.removeprefix("aten::") if isinstance(node.target, torch._ops.OpOverload) else ""
+        if name in _ONLY_NAMED_IN_PLACE:
+            node.target = getattr(getattr(aten, name[:-1]), node.target._overloadname)
+    if not any(writes(n) for n in graph.nodes):
+        return {}
+    rewriter = _Rewriter(graph, kinds, no_grad)
+    for node in list(graph.nodes):
+        rewriter.visit(node)
+    return rewriter.finish()
+
+
+class _Rewriter:
+    """One walk over the graph.
+
+    Every storage has a version that grows with each write. A value read at an older version than its storage's is made
+    again from the tensor that it is a view of. "Original" below means a node of the graph as it came.
+    """
+
+    def __init__(self, graph: Graph, kinds: dict[Node, str], no_grad: set[Node]) -> None:
+        self.graph, self.kinds, self.no_grad = graph, kinds, no_grad
+        self.mode = next(n.meta["val"].fake_mode for n in graph.nodes if hasattr(n.meta.get("val"), "fake_mode"))
+        self.original = {n: (n.args, n.kwargs) for n in graph.nodes}
+        self.storage: dict[Node, int] = {}
+        self.parent: dict[Node, Node] = {}
+        """The argument that a node is a view of; bases have none."""
+        self._alive = self._run_aliases()
+        self.value = {n: n for n in self.storage}
+        self.read_at = dict.fromkeys(self.storage, 0)
+        self.version = dict.fromkeys(self.storage.values(), 0)
+        self.written: dict[Node, Node] = {}
+        """An in-place call -> the argument that it returns."""
+        self.carrying = {self.storage[n] for n, kind in kinds.items() if kind in ("parameter", "input")}
+        """Storages that may carry a gradient."""
+        self.at = next(iter(graph.nodes))
+
+    def _run_aliases(self) -> dict[Node, Any]:
+        """Run the graph on fresh fake tensors: an output that shares its storage with an argument is a view of it.
+
+        Returns all values: storages are known by address, which names one only while it lives.
+        """
+        run: dict[Node, Any] = {}
+        with self.mode, torch.no_grad():
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    like = node.meta["val"]
+                    run[node] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+                elif node.op == "call_function":
+                    args, kwargs = map_arg((node.args, node.kwargs), run.__getitem__)
+                    run[node] = node.target(*args, **kwargs)
+                else:
+                    continue
+                several = isinstance(run[node], (tuple, list))
+                keys = {
+                    v.untyped_storage()._cdata
+                    for v in (run[node] if several else (run[node],))
+                    if isinstance(v, Tensor)
+                }
+                parent = next((a for a in node.all_input_nodes if self.storage.get(a) in keys), None)
+                if parent is not None:
+                    self.parent[node] = parent
+                if len(keys) == 1 and (parent is not None or not several):
+                    self.storage[node] = keys.pop()
+        return run
+
+    def visit(self, node: Node) -> None:
+        """Let one original node read current values; replace it when it writes."""
+        if node.op == "placeholder":
+            return
+        self.at = node
+        reads_gradient = node not in self.no_grad and any(
+            self.storage.get(a) in self.carrying for a in node.all_input_nodes
+        )
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), self.read)
+        if node.op == "output":
+            return
+        if _tracked_norm(node):
+            self._norm_statistics(node)
+        elif writes(node):
+            target = self.original[node][0][0]
+            self.write(target, self._functional(node))
+            self.written[node] = target
+        if node in self.storage:
+            self.read_at[node] = self.version[self.storage[node]]
+            if reads_gradient:
+                self.carrying.add(self.storage[node])
+
+    def read(self, node: Node) -> Node:
+        """The current value of an original node."""
+        while node in self.written:
+            node = self.written[node]
+        key = self.storage.get(node)
+        if key is None or self.read_at[node] == self.version[key] or node not in self.parent:
+            return self.value.get(node, node)
+        args, kwargs = map_arg(self.original[node], self.read)
+        self.value[node] = self.emit(node.target, *args, like=node, **kwargs)
+        self.read_at[node] = self.version[key]
+        return self.value[node]
+
+    def write(self, node: Node, new: Node) -> None:
+        """Make `new` the value of an original node, of what it is a view of, and of all other views of that."""
+        while node in self.written:
+            node = self.written[node]
+        key = self.storage[node]
+        if key in self.carrying and self.at in self.no_grad:
+            raise refuse(self.at, "an in-place write under no_grad to a tensor that carries a gradient", _REMEDY)
+        if node in self.parent:
+            self.write(*self._merge(node, new))
+        else:
+            owner = _UNWRITABLE.get(self.kinds.get(node, ""))
+            if owner:
+                raise refuse(
+                    self.at,
+                    f"an in-place write to {owner} ({node.name})",
+                    "write it outside forward, or register a buffer",
+                )
+            self.version[key] += 1
+        self.value[node] = new
+        self.read_at[node] = self.version[key]
+
+    def _merge(self, view: Node, new: Node) -> tuple[Node, Node]:
+        """(the tensor that `view` is a view of, its value once `new` is written through the view)."""
+        step, index = view, None
+        if view.target is operator.getitem:
+            step, index = self.parent[view], view.args[1]
+        whole = self.parent[step]
+        old, shape = self.read(whole), list(whole.meta["val"].shape)
+        args, name = self.original[step][0][1:], step.target._schema.name.removeprefix("aten::")
+        if name in _STOPS and self.storage[view] in self.carrying:
+            raise refuse(self.at, "an in-place write through detach() to a tensor that carries a gradient", _REMEDY)
+        if name in _RESHAPES:
+            same = shape == list(new.meta["val"].shape)
+            return whole, new if same else self.emit(aten.reshape.default, new, shape)
+        if name in ("slice", "select", "diagonal"):
+            scatter = {"slice": aten.slice_scatter, "select": aten.select_scatter, "diagonal": aten.diagonal_scatter}[
+                name
+            ]
+            return whole, self.emit(scatter.default, old, new, *args)
+        if name == "narrow":
+            return whole, self.emit(aten.slice_scatter.default, old, new, args[0], args[1], args[1] + args[2])
+        if name in _SELF_INVERSE:
+            return whole, self.emit(step.target, new, *args)
+        if name == "permute":
+            order = [d % len(shape) for d in args[0]]
+            return whole, self.emit(aten.permute.default, new, [order.index(d) for d in range(len(shape))])
+        if name == "movedim":
+            return whole, self.emit(step.target, new, args[1], args[0])
+        if index is not None and name == "unbind":
+            return whole, self.emit(aten.select_scatter.default, old, new, args[0] if args else 0, index)
+        if index is not None and name in _SPLITS:
+            dim = args[1] if len(args) > 1 else 0
+            pieces = [piece.shape[dim] for piece in step.meta["val"]]
+            start = sum(pieces[:index])
+            return whole, self.emit(aten.slice_scatter.default, old, new, dim, start, start + pieces[index])
+        raise refuse(self.at, f"an in-place write through {name}", _REMEDY)
+
+    def _functional(self, node: Node) -> Node:
+        """The value that an in-place call writes, as a call of its functional twin; of the target's dtype and shape."""
+        schema, overload = node.target._schema, node.target._overloadname
+        name = schema.name.split("::")[-1]
+        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        old, like = node.args[0], node.meta["val"]
+        if name == "zero_":
+            return self.emit(aten.zeros_like.default, old)
+        if name == "fill_" and overload == "Scalar":
+            return self.emit(aten.full_like.default, old, node.args[1])
+        if name in ("copy_", "fill_"):
+            return self._fit(node.args[1], like)
+        twin = getattr(
+            getattr(aten, _RENAMED.get(name, name[:-1]), None), _OVERLOADS.get((name, overload), overload), None
+        )
+        if written != [0] or twin is None or name in _REFUSED or not schema.name.startswith("aten::"):
+            raise refuse(node, f"the in-place operator {name}", _REMEDY)
+        return self._fit(self.emit(twin, *node.args, **node.kwargs), like)
+
+    def _fit(self, new: Node, like: Tensor) -> Node:
+        if new.meta["val"].shape != like.shape:
+            new = self.emit(aten.expand.default, new, list(like.shape))
+        value = new.meta["val"]
+        if value.dtype == like.dtype and value.device == like.device:
+            return new
+        return self.emit(aten.to.device, new, like.device, like.dtype)
+
+    def _norm_statistics(self, node: Node) -> None:
+        """Write a batch norm's running mean and variance as means over the (global) batch; keep the norm itself pure.
+
+        mean' = (1 - m) mean + m mean(x) ;  var' = (1 - m) var + m n/(n-1) mean((x - mean(x))^2)
+        """
+        if node.target is not aten.batch_norm.default:
+            raise refuse(node, "instance norm with running statistics", "use track_running_stats=False")
+        x, running_mean, running_var, momentum = node.args[0], node.args[3], node.args[4], node.args[6]
+        mean_source, var_source = self.original[node][0][3:5]
+        like = running_mean.meta["val"]
+        shape, channels = x.meta["val"].shape, like.shape[0]
+        dims = [d for d in range(len(shape)) if d != 1]
+        count = x.meta["val"].numel() // channels
+        x = self.emit(aten.detach.default, x)
+        if x.meta["val"].dtype != like.dtype:
+            x = self.emit(aten.to.dtype, x, like.dtype)
+        mean = self.emit(aten.mean.dim, x, dims, True)
+        centred = self.emit(aten.sub.Tensor, x, mean)
+        var = self.emit(aten.mean.dim, self.emit(aten.mul.Tensor, centred, centred), dims)
+        for source, running, new, scale in (
+            (mean_source, running_mean, self.emit(aten.reshape.default, mean, [channels]), momentum),
+            (var_source, running_var, var, momentum * count / (count - 1)),
+        ):
+            kept = self.emit(aten.mul.Tensor, running, 1 - momentum)
+            self.write(source, self.emit(aten.add.Tensor, kept, self.emit(aten.mul.Tensor, new, scale)))
+        node.args = (*node.args[:3], None, None, *node.args[5:])
+
+    def emit(self, target: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
+        """A new call before the node being visited; `like` says whose gradient mode and place it has instead."""
+        with self.graph.inserting_before(self.at):
+            node = self.graph.call_function(target, args, kwargs)
+        with self.mode, torch.no_grad():
+            fakes, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+            value = target(*fakes, **named)
+        origin = like if like is not None else self.at
+        place = origin if self.at.op == "output" else self.at
+        node.meta = {**{k: v for k, v in place.meta.items() if k != "custom"}, "val": value}
+        if origin in self.no_grad:
+            self.no_grad.add(node)
+        return node
+
+    def finish(self) -> dict[Node, Node]:
+        """Erase what has been replaced; {buffer's placeholder: new value}."""
+        for node in reversed(self.written):
+            self.graph.erase_node(node)
+        buffers = [n for n, kind in self.kinds.items() if kind == "buffer" and n in self.storage]
+        return {n: self.value[n] for n in buffers if self.version[self.storage[n]]}
