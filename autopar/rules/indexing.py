@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 def embedding(call: Call) -> Rule:
     """`v d, ... -> ... d`: with the vocabulary cut each rank looks up its own rows, the others give zeros."""
-    return rule("v d, ... -> ... d", call.in_shapes, call.out_shapes, local=_embedding_local, saves=(1,))
+    return rule("v d, ... -> ... d", call.in_shapes, call.out_shapes, contiguous=frozenset({"v"}), local=_embedding_local, saves=(1,))
 
 
 def _embedding_local(ctx: Local) -> Node:

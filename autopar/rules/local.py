@@ -66,16 +66,24 @@ class Local:
         return tuple(a for a in self.strategy.cut(letter) if self.strategy.options[a] in self.factors)
 
     def extent(self, letter: str) -> tuple[int, int]:
-        """(first global index, local size) of a factor with one part."""
-        first, size = 0, self.rule.sizes[letter]
-        for axis in self.cut(letter):
+        """(first global index, local size) of a factor that the rule calls contiguous."""
+        cut = self.cut(letter)
+        assert not cut or letter in self.rule.contiguous, f"the shards of {letter} need not be contiguous"
+        size = self.outer_size(letter)
+        first, inner = 0, self.rule.sizes[letter] // size if size else 0
+        for axis in cut:
             start, size = chunk(size, self.ranks[axis], self.coordinate[axis])
             first += start
-        return first, size
+        return first * inner, size * inner
+
+    def outer_size(self, letter: str) -> int:
+        """Size of the part of a factor that is cut; of the whole factor when none is."""
+        cut = self.cut(letter)
+        return self.factors[self.strategy.options[cut[0]]].size if cut else self.rule.sizes[letter]
 
     def uneven(self, letter: str) -> bool:
         """May some rank's shard of this factor be shorter than others', or empty? The same answer on every rank."""
-        return self.rule.sizes[letter] % math.prod(self.ranks[a] for a in self.cut(letter)) != 0
+        return self.outer_size(letter) % math.prod(self.ranks[a] for a in self.cut(letter)) != 0
 
     def local_size(self, letter: str) -> int:
         """Local size of a factor, however many parts it has."""

@@ -42,6 +42,7 @@ def cross_entropy(call: Call) -> Rule | None:
         call.in_shapes,
         call.out_shapes,
         whole="" if plain else "v",
+        contiguous=frozenset({"v"}),
         distributed={"v": Distributed((summed, summed, summed), output="I")},
         local=_cross_entropy_local,
         saves=(0,),

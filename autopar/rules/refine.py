@@ -136,7 +136,7 @@ def _factors(rule: Rule, operand: Operands, parts: Mapping[str, Parts]) -> tuple
             continue
         sizes = next(iter(found.values()))[1]
         for k, size in enumerate(sizes):
-            if size > 1:
+            if size > 1 and not (letter in rule.contiguous and k):
                 where = [found[i][0] + k if i in found else -1 for i in range(len(values))]
                 name = letter if len(sizes) == 1 else f"{letter}.{k}"
                 factors.append(Factor(name, letter, size, tuple(where[:n_in]), tuple(where[n_in:]), len(sizes) > 1 and k == len(sizes) - 1))

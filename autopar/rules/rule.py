@@ -55,6 +55,10 @@ class Rule:
     outs: tuple[Dims, ...]
     sizes: Mapping[str, int]
     whole: frozenset[str] = frozenset()
+    contiguous: frozenset[str] = frozenset()
+    """Factors whose shards are found by an offset (a vocabulary, causal queries): only their outermost part is cut."""
+    filled: frozenset[str] = frozenset()
+    """Factors of which every rank must get something, because the op refuses an empty dim."""
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
     """Inputs added to a sum (a bias): partial, not replicated, where the sum is."""

@@ -42,11 +42,13 @@ def axis_options(rule: Rule, factors: Sequence[Factor], ranks: int) -> list[str]
     """Options on one axis of `ranks` ranks, factors that divide evenly before those that do not.
 
     A factor that `ranks` does not divide is offered only when no other part of its letter divides evenly and the
-    largest shard is at most twice the average one.
+    largest shard is at most twice the average one. A factor that must be filled is not offered where a shard would be empty.
     """
     even = {f.letter for f in factors if f.size % ranks == 0}
     names = ["I", "R", *(f"P{k}" for k in range(len(rule.linear)))]
     for factor in factors:
+        if factor.letter in rule.filled and math.ceil(factor.size / ranks) * (ranks - 1) >= factor.size:
+            continue
         if factor.size % ranks == 0:
             if not (factor.innermost and any(f.letter == factor.letter and not f.innermost and f.size % ranks == 0 for f in factors)):
                 names.append(factor.name)
