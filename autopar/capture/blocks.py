@@ -4,8 +4,9 @@ Enters: a captured graph whose nodes carry `nn_module_stack`. Leaves: block name
 call, and classes whose blocks correspond node by node.
 
 A *group* is a set of sibling calls whose paths differ only in numbers (`layers.0`, `layers.1`, or `layer`, `layer#2`)
-and of which at least two have equal structure. The outermost groups are the blocks; what stands before, between and
-after them are blocks too. Without groups, siblings of one class are tried, then the top-level children.
+and of which at least two have equal structure and parameters. The outermost groups are the blocks; what stands before,
+between and after them are blocks too. Without groups, equal siblings of one class are tried, then numbered siblings of
+one class, then the top-level children.
 
 Structure is compared by a hash over ops, constants, local argument positions, shapes and dtypes of values and of what
 comes from outside: equal hashes mean that nodes correspond position by position. networkx confirms the first pair.
@@ -45,9 +46,9 @@ class _Call:
     nodes: list[Node] = field(default_factory=list)
     """All calls inside, in execution order."""
 
-    @property
-    def has_state(self) -> bool:
-        return any(a.op == "placeholder" for n in self.nodes for a in n.all_input_nodes)
+
+_Key = Callable[[_Call, _Call], "str | None"]
+"""(a call, the call around it) -> what the members of a group share, or None for a call that joins none."""
 
 
 def find_blocks(
@@ -55,8 +56,8 @@ def find_blocks(
 ) -> tuple[tuple[str, ...], tuple[BlockClass, ...], dict[Node, str]]:
     """Divide a graph into blocks.
 
-    Args:    origins: what each placeholder is; placeholders of another origin are not interchangeable between
-             blocks, those without one are like values of other blocks.
+    Args:    origins: what each placeholder is; "parameter..." or another word; placeholders of unlike origin are not
+             interchangeable between blocks, those without one are like values of other blocks.
              name: of the only block when the model has no modules.
     Returns: blocks in execution order, classes (every block is in one), the block of each call.
     """
@@ -101,15 +102,27 @@ def _call_tree(calls: Sequence[Node]) -> tuple[_Call, list[tuple[str, ...]]]:
 
 def _choose(root: _Call, structure: _Structure) -> list[_Call]:
     """The calls that become blocks."""
-    for key in (_numbered, _same_kind):
-        groups = list(_groups(root, key, structure))
+    trials: tuple[tuple[_Key, bool], ...] = ((_numbered, True), (_same_kind, True), (_numbered_kind, False))
+    for key, equal in trials:
+        groups = list(_groups(root, key, structure if equal else None, structure.has_parameters))
         sizes = [sum(len(c.nodes) for c in group) for group in groups]
         if sum(sizes) >= _WORTHWHILE * len(root.nodes):
-            return [c for group, size in zip(groups, sizes, strict=True) if size >= _SMALL * max(sizes) for c in group]
+            kept = [g for g, size in zip(groups, sizes, strict=True) if size >= _SMALL * max(sizes)]
+            return list(_with_relatives(root, [c for group in kept for c in group]))
     while len(root.children) == 1:
         root = next(iter(root.children.values()))
     children = list(root.children.values())
-    return [c for c in children if c.has_state] or children
+    return [c for c in children if structure.has_parameters(c)] or children
+
+
+def _with_relatives(root: _Call, chosen: Sequence[_Call]) -> Iterable[_Call]:
+    """The chosen calls and all others of their classes: a stage of a ResNet may hold no two equal blocks."""
+    names, kinds = {c.name for c in chosen}, {c.kind for c in chosen if c.children and not c.kind.startswith("torch.")}
+    for child in root.children.values():
+        if child.name in names or child.kind in kinds:
+            yield child
+        else:
+            yield from _with_relatives(child, chosen)
 
 
 def _numbered(call: _Call, parent: _Call) -> str | None:
@@ -120,19 +133,26 @@ def _same_kind(call: _Call, parent: _Call) -> str | None:
     return call.kind if call.children else None
 
 
-def _groups(parent: _Call, key: Callable[[_Call, _Call], str | None], structure: _Structure) -> Iterable[list[_Call]]:
-    """The outermost groups below `parent`."""
+def _numbered_kind(call: _Call, parent: _Call) -> str | None:
+    """The last resort: `layers.0` and `layers.1` of one class that differ in structure."""
+    return f"{_numbered(call, parent)} {call.kind}" if call.children else None
+
+
+def _groups(
+    parent: _Call, key: _Key, structure: _Structure | None, has_parameters: Callable[[_Call], bool]
+) -> Iterable[list[_Call]]:
+    """The outermost groups below `parent`. structure: given, two calls of a group at least must be equal by it."""
     siblings: dict[str | None, list[_Call]] = defaultdict(list)
     for child in parent.children.values():
         siblings[key(child, parent)].append(child)
     for shared, group in siblings.items():
-        if shared is not None and len(group) > 1 and any(c.has_state for c in group):
-            hashes = [structure(c.nodes, c.name) for c in group]
-            if len(set(hashes)) < len(hashes):
+        if shared is not None and len(group) > 1 and any(map(has_parameters, group)):
+            hashes = [structure(c.nodes, c.name) for c in group] if structure else []
+            if not structure or len(set(hashes)) < len(hashes):
                 yield group
                 continue
         for child in group:
-            yield from _groups(child, key, structure)
+            yield from _groups(child, key, structure, has_parameters)
 
 
 def _members(calls: Sequence[Node], blocks: Sequence[str | None], name: str) -> dict[str, list[Node]]:
@@ -193,6 +213,10 @@ class _Structure:
             digest.update("|".join(line).encode())
             digest.update(b"\n")
         return digest.hexdigest()
+
+    def has_parameters(self, call: _Call) -> bool:
+        """Whether a call reads a parameter: activations and tables of positions alone make no block."""
+        return any(self.origins.get(a, "").startswith("parameter") for n in call.nodes for a in n.all_input_nodes)
 
     def _describe(self, node: Node) -> str:
         found = self.described.get(node)

@@ -16,6 +16,9 @@ from torch.utils import _pytree as pytree
 EXAMPLE_BATCH, EXAMPLE_TOKENS = 8, 32
 """Sizes of the batch made for a transformers model: small, and divisible by the usual meshes."""
 
+EXAMPLE_PIXELS = 224
+"""Height and width of images where the config leaves them open."""
+
 _TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _CLASS_LABELS = ("ForSequenceClassification", "ForImageClassification")
 
@@ -63,8 +66,9 @@ def _from_config(model: nn.Module) -> dict[str, Any] | None:
         # Counting up gives every row other tokens and meets no padding token when the vocabulary is large enough.
         ids = torch.arange(1, EXAMPLE_BATCH * seq + 1, device=device).view(EXAMPLE_BATCH, seq) % vocab
         made: dict[str, Any] = {"input_ids": ids}
-    elif main == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        size = config.image_size
+    elif main == "pixel_values" and isinstance(getattr(config, "num_channels", None), int):
+        size = getattr(config, "image_size", None)
+        size = size if isinstance(size, int) else EXAMPLE_PIXELS
         made = {"pixel_values": torch.zeros(EXAMPLE_BATCH, config.num_channels, size, size, device=device)}
     else:
         return None

@@ -37,6 +37,7 @@ class Stack(nn.Module):
 
 def blocks_of(model, *args):
     program = capture(model, args or (torch.ones(3, 4),), {})
+    program.graph.lint()
     members = {}
     for node in program.calls:
         members.setdefault(record(node).block, []).append(node.name)
@@ -141,6 +142,11 @@ def test_unequal_stages_are_looked_into():
     assert blocks_of(nn.Sequential(*stages)).blocks == ("0.0", "0.1", "1.0", "1.1", "2.0", "2.1")
 
 
+def test_stage_without_an_equal_pair_has_blocks_too():
+    stages = [nn.Sequential(Layer(), Layer()), nn.Sequential(Layer(hidden=5), Layer(hidden=6)), nn.Linear(4, 1)]
+    assert blocks_of(nn.Sequential(*stages)).blocks == ("0.0", "0.1", "1.0", "1.1", "after:1.1")
+
+
 def test_same_class_under_names_without_numbers():
     class Named(nn.Module):
         def __init__(self):
@@ -153,6 +159,25 @@ def test_same_class_under_names_without_numbers():
     program = blocks_of(Named())
     assert program.blocks == ("left", "right", "after:right")
     assert next(c.blocks for c in program.classes if len(c.blocks) == 2) == ("left", "right")
+
+
+def test_numbered_layers_of_one_class_without_an_equal_pair():
+    program = blocks_of(nn.Sequential(nn.Linear(4, 4), Stack([Layer(hidden=5), Layer(hidden=6)])))
+    assert [b for b in program.blocks if ":" not in b] == ["1.layers.0", "1.layers.1"]
+
+
+def test_repeated_details_make_no_blocks():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2, self.act = nn.LayerNorm(4), nn.LayerNorm(4), nn.GELU()
+            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4)
+
+        def forward(self, x):
+            x = self.act(self.first(self.norm1(x).sin().cos().exp().tanh().neg()))
+            return self.act(self.second(x).abs().sqrt().sin().cos()) + self.norm2(x[:, :4])
+
+    assert [b for b in blocks_of(Net()).blocks if ":" not in b] == ["norm1", "first", "second", "norm2"]
 
 
 def test_without_repetition_the_children_are_blocks():

@@ -33,6 +33,7 @@ def compare(model, *args, tolerance=1e-12, program=None):
     """Eager and captured: outputs, gradients and buffers; returns the program."""
     eager = copy.deepcopy(model)
     program = program or capture(model, args, {})
+    program.graph.lint()
     assert not [n for n in program.calls if writes(n)]
     expected = pytree.tree_leaves(eager(*[a.clone() for a in args]))
     found, buffers = run_program(program, program.state, list(args))
