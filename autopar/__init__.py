@@ -1,3 +1,40 @@
-"""autopar turns a single-GPU PyTorch model into a distributed program."""
+"""autopar turns a single-GPU PyTorch model into a distributed program: `autopar.parallelize(model, mesh)`.
+
+The way in: `api.py` (the public functions), `pipeline.py` (the stages in order), then a folder a stage.
+"""
+
+from autopar import models
+from autopar.api import parallelize, plan, with_loss
+from autopar.errors import (
+    AutoparError,
+    CaptureError,
+    InfeasibleError,
+    MeshError,
+    PlanError,
+    RuleError,
+    RuntimeMismatchError,
+    UnsupportedOpError,
+)
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.runtime.module import ParallelModule
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AutoparError",
+    "CaptureError",
+    "InfeasibleError",
+    "Mesh",
+    "MeshError",
+    "ParallelModule",
+    "Plan",
+    "PlanError",
+    "RuleError",
+    "RuntimeMismatchError",
+    "UnsupportedOpError",
+    "models",
+    "parallelize",
+    "plan",
+    "with_loss",
+]

@@ -81,8 +81,9 @@ class Analysis:
         for op in self.ops.values():
             for factor in op.factors:
                 places = [(v, p) for v, p in zip((*op.ins, *op.outs), (*factor.ins, *factor.outs), strict=True) if p >= 0]
+                root = find(places[0])
                 for place in places[1:]:
-                    parent[find(place)] = find(places[0])
+                    parent[find(place)] = root
         numbers: dict[tuple[str, int], int] = {}
         return {place: numbers.setdefault(find(place), len(numbers)) for place in list(parent)}
 

@@ -19,6 +19,10 @@ import torch.distributed._functional_collectives as funcol
 
 from autopar.layout import GRADIENT, TRANSITIONS, chunk
 
+# torch 2.13 renamed the two; older ones have only the old names
+_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
 Uncut = tuple[tuple[int, ...], ...]
 """Parts of each dim as this rank would see them if the axis of the move did not cut."""
 
@@ -109,11 +113,11 @@ def transfer(x: torch.Tensor, group: AxisGroup, source: str, target: str, uncut:
         return _dims(out, uncut)
     if primitive == "all_gather":
         rows = _pad(local.movedim(part, 0), 0, _step(sizes[part], n)).contiguous()
-        full = _wait(funcol.all_gather_tensor(_sendable(rows), 0, group.group)).to(x.dtype)
+        full = _wait(_all_gather(_sendable(rows), 0, group.group)).to(x.dtype)
         return _dims(full[: sizes[part]].movedim(0, part), uncut)
     if primitive == "reduce_scatter":
         rows = _pad(local.movedim(to_part, 0), 0, n * _step(sizes[to_part], n)).contiguous()
-        mine = _wait(funcol.reduce_scatter_tensor(rows, "sum", 0, group.group))
+        mine = _wait(_reduce_scatter(rows, "sum", 0, group.group))
         return _dims(mine[: chunk(sizes[to_part], n, index)[1]].movedim(0, to_part), uncut)
     # all_to_all: my rows of `part`, all of `to_part`  ->  all rows of `part`, mine of `to_part`
     step, to_step = _step(sizes[part], n), _step(sizes[to_part], n)

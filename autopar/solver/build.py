@@ -39,6 +39,15 @@ ValueKey = tuple[str, int]
 
 
 @dataclass(frozen=True, eq=False)
+class Fixed:
+    """Decisions by stable names: options of ops, placements (as text) of parameters and of common reads."""
+
+    ops: Mapping[str, tuple[str, ...]]
+    params: Mapping[str, tuple[str, ...]]
+    reads: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, eq=False)
 class Settings:
     """What the user asked for, beside the model and the mesh."""
 
@@ -47,7 +56,8 @@ class Settings:
     optimizer: str | int = "adamw"
     precision: str | None = None
     batch_dims: Mapping[str, int] | None = None
-    outputs: str = "auto"
+    fixed: Fixed | None = None
+    """Decisions of a plan that is given; what it does not name is chosen around it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +98,7 @@ class _Builder:
         self.analysis, self.mesh, self.profile, self.settings, self.sinks = analysis, mesh, profile, settings, sinks
         self.roles = Roles(analysis, mesh, settings.pins, settings.batch_dims or {})
         self.invariant: Layout = (I,) * len(mesh.axes)
+        self.widest = max((analysis.dtypes[s.node].itemsize for s in analysis.program.sources if s.trainable), default=0)
         self.sources = analysis.program.by_node
         self.representative = representatives(analysis)
         self.counts: dict[str, int] = defaultdict(int)
@@ -138,7 +149,8 @@ class _Builder:
             op.rule, op.factors, self.mesh.sizes, in_grads=op.in_grads, out_grads=op.out_grads,
             allowed=lambda axis, option, factor: self.roles.allowed(op, axis, option, factor),
         )  # fmt: skip
-        found = self.keep_required(op, found)
+        found = [s for s in found if self.exact(op, s)] or found
+        found = self.keep_fixed(op, self.keep_required(op, found))
         price = price_op(
             op.rule, op.factors, found, [self.operand(v) for v in op.ins], [self.operand(v) for v in op.outs], op.in_grads, self.mesh, self.profile, is_attention(op)
         )
@@ -149,6 +161,17 @@ class _Builder:
         )
         self.op_strategies[op.name], self.op_prices[op.name] = found, price
 
+    def exact(self, op: Op, strategy: Strategy) -> bool:
+        """No sums of parts in a narrower dtype than the parameters' own: a float64 model with float32 norms keeps float64's digits."""
+        narrow_in = [self.narrow(v) and g for v, g in zip(op.ins, op.in_grads, strict=True)]
+        narrow_out = [self.narrow(v) and g for v, g in zip(op.outs, op.out_grads, strict=True)]
+        if any(n and any(p.kind in "RP" for p in layout) for n, layout in zip(narrow_in, strategy.ins, strict=True)):
+            return False
+        return not any(n and any(p.kind == "R" for p in layout) for n, layout in zip(narrow_out, strategy.outs, strict=True))
+
+    def narrow(self, value: str) -> bool:
+        return self.analysis.dtypes[value].itemsize < self.widest
+
     def keep_required(self, op: Op, found: list[Strategy]) -> list[Strategy]:
         for role in ("dp", "tp", "cp"):
             wanted = self.roles.required(op, role)
@@ -157,6 +180,12 @@ class _Builder:
             if best:
                 found = [s for s in found if any(s.options[a] in wanted for a in on)]
         return found
+
+    def keep_fixed(self, op: Op, found: list[Strategy]) -> list[Strategy]:
+        """The plan's strategy for this op, where it names one that still exists."""
+        fixed = self.settings.fixed
+        options = fixed.ops.get(record(op.node).op) if fixed is not None else None
+        return [s for s in found if s.options == options] or found
 
     def operand(self, value: str) -> tuple[Parts, torch.dtype]:
         return self.analysis.parts[value], compute_dtype(self.analysis.dtypes[value], self.settings.precision)
@@ -179,6 +208,8 @@ class _Builder:
         """ZeRO 3 cuts every parameter on the data axes where it can be cut; pinned layouts hold."""
         pinned = self.settings.pins.layout_of(path)
         parts = self.analysis.parts[node]
+        if self.settings.fixed is not None and path in self.settings.fixed.params:
+            return tuple(map(parts.name, layout)) == self.settings.fixed.params[path]
         for axis, placement in zip(self.mesh.axes, layout, strict=True):
             for key in (axis.name, axis.role):
                 if key in pinned and parts.name(placement) != pinned[key].replace("R", "I"):
@@ -227,6 +258,7 @@ class _Builder:
         routing = self.routes(value, used)
         if len(ends) > 1:
             domain = sorted({x for _, layouts, _, _ in ends for x in layouts} | set(start_layouts))
+            domain = self.fixed_read(value, domain) or domain
             cost = np.zeros(len(domain))
             memory = self.saved_bytes(value, domain) * count if saved else np.zeros(len(domain))
             read = self.add_choice(f"read of {value}", cost, memory, {0: domain})
@@ -240,6 +272,12 @@ class _Builder:
             self.memories[choice] = self.memories[choice] + self.saved_bytes(value, layouts) * count
         for choice, layouts, _, _ in ends:
             self.add_edge(start, start_layouts, choice, layouts, routing, count, producer if len(ends) == 1 else None)
+
+    def fixed_read(self, value: str, domain: list[Layout]) -> list[Layout]:
+        """The plan's common read of this value, where it still exists."""
+        wanted = self.settings.fixed.reads.get(stable_name(self.analysis, value)) if self.settings.fixed is not None else None
+        parts = self.analysis.parts[value]
+        return [x for x in domain if wanted is not None and tuple(map(parts.name, x)) == wanted]
 
     def kept_by_producer(self, producer: ValueKey) -> bool:
         op = self.analysis.ops.get(producer[0])
@@ -331,6 +369,14 @@ class _Builder:
     def cuts_sequence(self, name: str, option: str) -> bool:
         op = self.analysis.ops[name]
         return option in op.by_name and any(op.out_grads) and self.roles.kind(op, op.by_name[option]) == "cp"
+
+
+def stable_name(analysis: Analysis, value: str) -> str:
+    """Name of a value that does not depend on fx's numbering: `<op>` or `<op>:<output>`; a parameter's own name."""
+    name, _, index = value.partition(".")
+    if name in analysis.ops:
+        return record(analysis.ops[name].node).op + (f":{index}" if index else "")
+    return analysis.program.by_node[name].path
 
 
 def left_layout(layout: Layout) -> Layout:

@@ -1,0 +1,127 @@
+"""The stages in order: from a module and a batch to a plan, and from a plan to the program of one rank.
+
+    capture -> normalize -> analyse (rules) -> price and solve -> [plan] -> shard -> run
+
+`prepare` ends after the analysis, `choose` after the plan, `lower` with the local program. Each stage is a line here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from autopar.capture import capture
+from autopar.cost.hardware import Profile
+from autopar.dump import Dump
+from autopar.layout import Layout, Parts
+from autopar.mesh import LogicalMesh, Mesh, factor_axes
+from autopar.outputs import output_kinds
+from autopar.passes.normalize import Normalize
+from autopar.passes.shard import Decisions, Shard
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.rules.analyse import Analysis, analyse
+from autopar.runtime.module import Lowered
+from autopar.solver.build import Settings
+from autopar.solver.decide import decide
+from autopar.solver.report import fixed_of, make_plan, mesh_of
+from autopar.solver.search import Found, on_axes, search
+
+Progress = Callable[[str], None]
+"""Told the name of each stage as it begins."""
+
+
+def _silent(stage: str) -> None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A model ready for planning."""
+
+    analysis: Analysis
+    kinds: Mapping[int, str]
+    """For each sink "plain" or "shard"."""
+    capture_s: float
+
+    @property
+    def program(self) -> Program:
+        return self.analysis.program
+
+    @property
+    def sinks(self) -> dict[int, str]:
+        """For the planner: which sinks must be invariant, which are left where they lie."""
+        return {i: "left" if kind == "shard" else "I" for i, kind in self.kinds.items()}
+
+
+def prepare(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str, outputs: str, strict: bool = False, dump: Dump | None = None, progress: Progress = _silent
+) -> Prepared:
+    """Capture and analyse."""
+    started = time.perf_counter()
+    progress("capture")
+    program = capture(model, args, kwargs, name=name)
+    _write(dump, "capture", program)
+    progress("normalize")
+    program = Normalize().run(program)
+    _write(dump, "normalize", program)
+    progress("analyse")
+    analysis = analyse(program, strict=strict)
+    return Prepared(analysis, output_kinds(program, analysis.grads, outputs), time.perf_counter() - started)
+
+
+def choose(prepared: Prepared, topology: Mesh, profile: Profile, settings: Settings, *, progress: Progress = _silent) -> Plan:
+    """Price and solve; the best plan."""
+    progress("solve")
+    started = time.perf_counter()
+    found = search(prepared.analysis, topology, profile, settings, prepared.sinks)
+    return make_plan(prepared.analysis, found, settings, prepared.sinks, prepared.capture_s, time.perf_counter() - started)
+
+
+def carry_out(prepared: Prepared, plan: Plan, profile: Profile, settings: Settings) -> tuple[Found, Decisions]:
+    """A plan's decisions for this capture; ops that the plan does not name are chosen around the others."""
+    mesh = mesh_of(plan)
+    found = on_axes(prepared.analysis, mesh, profile, replace(settings, fixed=fixed_of(plan, prepared.analysis)), prepared.sinks)
+    return found, decide(found.built, found.solution.options, prepared.sinks)
+
+
+def lower(
+    prepared: Prepared, decisions: Decisions, mesh: LogicalMesh, profile: Profile, coordinate: tuple[int, ...], device: torch.device, *, dump: Dump | None = None
+) -> Lowered:
+    """The program of one rank, ready to run."""
+    program = Shard(prepared.analysis, decisions, mesh, profile, coordinate).run(prepared.program)
+    _write(dump, "shard", program)
+    graph = on_device(program.graph, device)
+    return Lowered(replace(program, graph=graph), GraphModule(nn.Module(), graph), sinks_of(prepared, decisions, mesh))
+
+
+def sinks_of(prepared: Prepared, decisions: Decisions, mesh: LogicalMesh) -> dict[int, tuple[Parts, Layout, str]]:
+    """Parts, layout and kind of each sink."""
+    from autopar.layout import I
+    from autopar.solver.build import sink_values
+
+    whole = (I,) * len(mesh.axes)
+    return {i: (prepared.analysis.parts[v], decisions.outputs.get(i, whole), prepared.kinds[i]) for i, v in sink_values(prepared.analysis)}
+
+
+def on_device(graph: Graph, device: torch.device) -> Graph:
+    """Constants made in forward are made on the device that the program runs on, wherever the model was captured."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args = torch.utils._pytree.tree_map_only(torch.device, lambda _: device, node.args)
+            node.kwargs = torch.utils._pytree.tree_map_only(torch.device, lambda _: device, node.kwargs)
+    return graph
+
+
+def _write(dump: Dump | None, stage: str, program: Program) -> None:
+    if dump is not None:
+        dump.write(stage, program)
+
+
+__all__ = ["Prepared", "carry_out", "choose", "factor_axes", "lower", "prepare"]

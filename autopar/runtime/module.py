@@ -1,0 +1,211 @@
+"""The module that `parallelize` returns: called like the user's model, with the global batch, on every rank.
+
+What enters a call: plain tensors (the global batch, equal on every rank), DTensors (from `shard`), and any other values. What leaves: the model's
+own output structure. Each new combination of shapes, other values and train/eval mode is lowered once, with the same plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RuntimeMismatchError
+from autopar.layout import Layout, Parts, shard_of
+from autopar.plan import Plan
+from autopar.program import OutputRef, Program
+from autopar.runtime.check import digest, same_everywhere, value_digest
+from autopar.runtime.moves import use_groups
+from autopar.runtime.parameters import as_dtensor, full_tensors, local_of, place
+from autopar.runtime.process_mesh import ProcessMesh
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """The program of this rank for one combination of inputs."""
+
+    program: Program
+    run: Callable[..., tuple[Any, ...]]
+    """Called with the local values of all placeholders in order; gives the local values of all sinks."""
+    sinks: Mapping[int, tuple[Parts, Layout, str]]
+    """For each sink its parts, its layout, and "plain" or "shard"."""
+
+
+Lower = Callable[[tuple[Any, ...], dict[str, Any], bool], Lowered]
+"""(args, kwargs, training) -> the lowered program; captures again when need be."""
+
+
+class ParallelModule(nn.Module):
+    """A distributed model with the interface of the single-device one.
+
+    Parameters are DTensors under the model's own names, so torch's optimizers, `clip_grad_norm_` and
+    `torch.distributed.checkpoint` work. Make the optimizer after `parallelize`, from this module's parameters. Gradients are
+    complete after every `backward()`. On a mesh of one device parameters are plain tensors.
+    """
+
+    plan: Plan
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: ProcessMesh,
+        lower: Lower,
+        state: Mapping[str, torch.Tensor],
+        persistent: Mapping[str, bool],
+        ties: Mapping[str, str],
+        shards: Mapping[str, tuple[Parts, Layout]],
+        batch_axes: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        self._mesh, self._lower, self._shards, self._batch_axes = mesh, lower, shards, batch_axes
+        self._cache: dict[Any, Lowered] = {}
+        self._first = True
+        self._state_names = dict(ties)
+        for name, value in state.items():
+            place(self, name, value, persistent=persistent.get(name, True))
+        for alias, name in ties.items():
+            place(self, alias, state[name], persistent=persistent.get(name, True))
+
+    # calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own call. Plain tensors are the global batch; the result has the model's own structure."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+        leaves = [leaf.to(self._mesh.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        lowered = self._lowered(leaves, spec)
+        program = lowered.program
+        inputs = iter([leaf for leaf, tensor in zip(leaves, program.in_tensors, strict=True) if tensor])
+        values = [next(inputs) if s.kind == "input" else self._local(program, s.path) for s in program.sources]
+        with use_groups(self._mesh.groups):
+            results = lowered.run(*values)
+        self._update_buffers(program, results)
+        outputs = [self._output(lowered, results, v) if isinstance(v, OutputRef) else v for v in program.out_values]
+        return pytree.tree_unflatten(outputs, program.out_spec)
+
+    def _local(self, program: Program, path: str) -> torch.Tensor:
+        value = _find(self, path)
+        return local_of(value) if value is not None else program.state[path].to(self._mesh.device)
+
+    def _lowered(self, leaves: list[Any], spec: Any) -> Lowered:
+        described = [
+            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x).__name__, repr(x)) for x in leaves
+        ]
+        key = (self.training, str(spec), tuple(described))
+        self._agree(key, leaves)
+        if key not in self._cache:
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            self._cache[key] = self._lower(args, kwargs, self.training)
+        return self._cache[key]
+
+    def _agree(self, key: Any, leaves: list[Any]) -> None:
+        """Every call: do all ranks see the same shapes? The first call: the same values, too?"""
+        if self._mesh.device_mesh is None:
+            return
+        mine = [digest(str(key))]
+        if self._first:
+            mine += [value_digest(x) for x in leaves if isinstance(x, torch.Tensor)]
+        if not same_everywhere(digest(str(mine)), self._mesh.device):
+            what = "shape, dtype, mode or value" if self._first else "shape, dtype, mode or other arguments"
+            raise RuntimeMismatchError(
+                f"the inputs of this call differ between ranks in {what}; pass the same global batch on every rank, or each rank's own part through m.shard(batch). Here (rank {self._mesh.rank}): {_short(key)}"
+            )
+        self._first = False
+
+    def _update_buffers(self, program: Program, results: tuple[Any, ...]) -> None:
+        with torch.no_grad():
+            for sink, value in zip(program.sinks, results, strict=True):
+                if sink.kind == "buffer":
+                    buffer = _find(self, sink.path)
+                    assert buffer is not None
+                    buffer.copy_(value)
+
+    def _output(self, lowered: Lowered, results: tuple[Any, ...], ref: OutputRef) -> Any:
+        parts, layout, kind = lowered.sinks[ref.index]
+        value = results[ref.index]
+        return as_dtensor(value, parts, layout, self._mesh) if kind == "shard" and self._mesh.device_mesh is not None else value
+
+    # state
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Plain tensors under the original names, ties kept; a collective call: every rank must make it."""
+        return full_tensors(self.state_dict(keep_vars=True))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Accepts this module's own (DTensor) state dict and the single-device model's full one."""
+        held = self.state_dict(keep_vars=True)
+        ready = {}
+        for name, value in state_dict.items():
+            mine = held.get(name)
+            if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                parts, layout = self._shards[self._state_names.get(name, name)]
+                if tuple(value.shape) == parts.shape:
+                    local = shard_of(value.to(self._mesh.device), parts, layout, self._mesh.logical.sizes, self._mesh.coordinate)
+                    value = as_dtensor(local.clone(), parts, layout, self._mesh)
+            ready[name] = value
+        return super().load_state_dict(ready, strict=strict, assign=assign)
+
+    # data
+
+    def shard(self, batch: Any) -> Any:
+        """Turn this rank's own part of a batch (any nest of tensors, batch in dim 0) into DTensors that a call accepts."""
+        if self._mesh.device_mesh is None:
+            return batch
+        names = self._mesh.device_mesh.mesh_dim_names or ()
+        from torch.distributed.tensor import Replicate
+
+        placements = [Shard(0) if name in self._batch_axes else Replicate() for name in names]
+        mesh = self._mesh.device_mesh
+        return pytree.tree_map_only(torch.Tensor, lambda t: DTensor.from_local(t.to(self._mesh.device), mesh, placements), batch)
+
+    def sampler(self, dataset: Any, **options: Any) -> Any:
+        """A `DistributedSampler` that gives each rank its own part of the batch, for use with `shard`."""
+        from torch.utils.data.distributed import DistributedSampler
+
+        index, count = 0, 1
+        for axis, at in zip(self._mesh.logical.axes, self._mesh.coordinate, strict=True):
+            if axis.name in self._batch_axes:
+                index, count = index * axis.size + at, count * axis.size
+        return DistributedSampler(dataset, num_replicas=count, rank=index, **options)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients may stay unreduced between backward passes. The eager backend reduces in each: same numbers."""
+        yield
+
+    def parameters_changed(self) -> None:
+        """Say that parameters were changed outside an optimizer. The eager backend keeps no copies, so nothing is to do."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed autopar's own randomness, the same on every rank."""
+        self._seed = int(seed)
+
+    def print_readable(self) -> str:
+        """Print this rank's lowered programs, and return the text."""
+        texts = [str(lowered.program.graph) for lowered in self._cache.values()]
+        print("\n\n".join(texts))
+        return "\n\n".join(texts)
+
+
+def _find(root: nn.Module, path: str) -> torch.Tensor | None:
+    """The parameter or buffer of that name, None for a constant of the captured program."""
+    *folders, leaf = path.split(".")
+    at: nn.Module | None = root
+    for name in folders:
+        at = at._modules.get(name) if at is not None else None
+    if at is None:
+        return None
+    found = at._parameters.get(leaf)
+    return found if found is not None else at._buffers.get(leaf)
+
+
+def _short(key: Any) -> str:
+    text = f"training={key[0]}, inputs {[d for d in key[2]]}"
+    return text if len(text) < 300 else text[:297] + "..."

@@ -1,0 +1,103 @@
+"""Parameters and buffers of the parallel module: this rank's shards as DTensors under the model's own names.
+
+What enters: the captured state and a layout for each parameter. What leaves: a tree of modules that holds them. Rank 0's values win
+where ranks differ, as in DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.errors import PlanError
+from autopar.layout import Layout, Parts, shard_of
+from autopar.runtime.process_mesh import ProcessMesh, torch_placements
+
+
+def shard_parameter(full: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessMesh, trainable: bool) -> nn.Parameter:
+    """This rank's shard of a full tensor. On meta the shard is made empty, and must be loaded or initialised."""
+    at = mesh.coordinate
+    if full.is_meta:
+        shape = shard_of(full, parts, layout, mesh.logical.sizes, at).shape
+        local = torch.empty(shape, dtype=full.dtype, device=mesh.device)
+    else:
+        value = full.detach().to(mesh.device, copy=True).contiguous()
+        if mesh.device_mesh is not None:
+            dist.broadcast(value, 0)
+        local = shard_of(value, parts, layout, mesh.logical.sizes, at).clone()
+    if mesh.device_mesh is None:
+        return nn.Parameter(local, requires_grad=trainable)
+    return nn.Parameter(as_dtensor(local, parts, layout, mesh), requires_grad=trainable)
+
+
+def as_dtensor(local: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessMesh) -> DTensor:
+    """Name a shard as part of a global tensor; differentiable, sends nothing."""
+    shape = torch.Size(parts.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    assert mesh.device_mesh is not None
+    return DTensor.from_local(local, mesh.device_mesh, torch_placements(layout, parts), run_check=False, shape=shape, stride=stride)
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The shard a program computes with; its gradient comes back in the parameter's own placements."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local(grad_placements=parameter.placements)
+    return parameter
+
+
+def place(root: nn.Module, path: str, value: torch.Tensor, *, persistent: bool = True) -> None:
+    """Register a parameter or buffer under a dotted name, making the modules on the way."""
+    *folders, leaf = path.split(".")
+    at = root
+    for name in folders:
+        if name not in at._modules:
+            at.add_module(name, nn.Module())
+        at = at._modules[name]  # type: ignore[assignment]
+    if isinstance(value, nn.Parameter):
+        at.register_parameter(leaf, value)
+    else:
+        at.register_buffer(leaf, value, persistent=persistent)
+
+
+class OldParameters:
+    """The single-device parameters that `parallelize` replaced: an optimizer that steps them is a mistake."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._hook: object = None
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._check)
+        for p in parameters:
+            key = id(p)
+            self._refs[key] = weakref.ref(p, lambda _, key=key: self._refs.pop(key, None))
+
+    def _check(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                ref = self._refs.get(id(p))
+                if ref is not None and ref() is p:
+                    raise PlanError(
+                        f"{type(optimizer).__name__} holds the parameters that the model had before autopar.parallelize; make it from the parallel module: {type(optimizer).__name__}(m.parameters(), ...)"
+                    )
+
+
+OLD_PARAMETERS = OldParameters()
+
+
+def full_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gather each DTensor; equal objects (ties) are gathered once and stay one object."""
+    done: dict[int, torch.Tensor] = {}
+    out = {}
+    for name, value in state.items():
+        if id(value) not in done:
+            done[id(value)] = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+        out[name] = done[id(value)]
+    return out

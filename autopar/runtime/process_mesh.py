@@ -1,0 +1,105 @@
+"""A logical mesh on real processes: the DeviceMesh behind the parameters and the group behind each axis name.
+
+The DeviceMesh lists the axes in cutting order (fastest first), so that DTensor's left-to-right sharding is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate, Shard
+
+from autopar.errors import MeshError
+from autopar.layout import Layout, Parts
+from autopar.mesh import LogicalMesh
+from autopar.runtime.moves import AxisGroup
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessMesh:
+    """What this rank knows of the mesh. `device_mesh` is None on a mesh of one device."""
+
+    logical: LogicalMesh
+    rank: int
+    device: torch.device
+    device_mesh: DeviceMesh | None = None
+    groups: Mapping[str, AxisGroup] = field(default_factory=dict)
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        return self.logical.coordinate(self.rank)
+
+    @property
+    def world(self) -> int:
+        return self.logical.size
+
+
+def connect(logical: LogicalMesh) -> ProcessMesh:
+    """Join the running process group to a logical mesh. A mesh of one device needs none.
+
+    Raises:  MeshError: the process group has another size than the mesh, or there is none.
+    """
+    if logical.size == 1:
+        return ProcessMesh(logical, 0, torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu"))
+    check_world(logical.size)
+    rank, cuda = dist.get_rank(), dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    names = tuple(a.name for a in logical.axes)
+    device_mesh = DeviceMesh(device.type, torch.from_numpy(logical.rank_array()), mesh_dim_names=names)
+    at = logical.coordinate(rank)
+    groups = {a.name: AxisGroup(device_mesh.get_group(a.name), a.size, at[i]) for i, a in enumerate(logical.axes)}
+    return ProcessMesh(logical, rank, device, device_mesh, groups)
+
+
+def check_world(size: int) -> None:
+    """Raises: MeshError when the running process group is not of this size."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise MeshError(f"the mesh has {size} devices, but no process group runs; start the script with torchrun --nproc-per-node {size}, or call torch.distributed.init_process_group")
+    if dist.get_world_size() != size:
+        raise MeshError(f"the mesh has {size} devices, but {dist.get_world_size()} processes run; start {size}, or pass a mesh of {dist.get_world_size()}")
+
+
+def torch_placements(layout: Layout, parts: Parts) -> tuple[TorchPlacement, ...]:
+    """DTensor placements of a layout of I, R and S."""
+    out: list[TorchPlacement] = []
+    for placement in layout:
+        if placement.kind != "S":
+            out.append(Replicate())
+            continue
+        dim = parts.dim_of(placement.part)
+        outer = math.prod(parts.flat[parts.starts[dim] : placement.part])
+        out.append(Shard(dim) if outer == 1 else _strided(dim, outer))
+    return tuple(out)
+
+
+def expressible(layout: Layout, parts: Parts, sizes: tuple[int, ...]) -> bool:
+    """Can a DTensor lie like this? Each dim is cut in one part, evenly, or it has one part only."""
+    cuts: dict[int, tuple[int, int]] = {}
+    for placement, ranks in zip(layout, sizes, strict=True):
+        if placement.kind == "P":
+            return False
+        if placement.kind == "S":
+            dim = parts.dim_of(placement.part)
+            part, n = cuts.get(dim, (placement.part, 1))
+            if part != placement.part:
+                return False
+            cuts[dim] = (part, n * ranks)
+    for dim, (part, n) in cuts.items():
+        single = len([s for s in parts.dims[dim] if s > 1]) == 1
+        first = math.prod(parts.flat[parts.starts[dim] : part]) == 1
+        count = sum(p.kind == "S" and p.part == part for p in layout)
+        if not single and (parts.flat[part] % n or (not first and count > 1)):
+            return False
+    return True
+
+
+def _strided(dim: int, blocks: int) -> TorchPlacement:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=blocks)

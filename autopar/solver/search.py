@@ -1,0 +1,95 @@
+"""Choose the logical axes, too: solve one problem for each way to factor the mesh, keep the best plan.
+
+What enters: an `Analysis`, the topology, settings. What leaves: a `Found`: the axes, the built problem, its solution. The first
+factoring is one axis a level; others divide a level, or a pinned tp that the model's heads do not divide.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost.hardware import Profile
+from autopar.errors import InfeasibleError, PlanError
+from autopar.mesh import LogicalMesh, Mesh, factor_axes, free_factorisations
+from autopar.rules.analyse import Analysis
+from autopar.solver.build import Built, Settings, build
+from autopar.solver.optimise import solve
+from autopar.solver.problem import Solution
+
+GAP = 1e-3
+"""Relative gap at which the solver may stop."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    mesh: LogicalMesh
+    built: Built
+    solution: Solution
+    price_s: float
+    solve_s: float
+
+
+def search(
+    analysis: Analysis, topology: Mesh, profile: Profile, settings: Settings, sinks: Mapping[int, str], *, time_limit_s: float = 60.0, most: int = 4
+) -> Found:
+    """The best plan over at most `most` factorings of the mesh.
+
+    Raises:
+        InfeasibleError: none fits the memory. PlanError: a pin cannot be kept.
+    """
+    started = time.perf_counter()
+    best: Found | None = None
+    refusal: Exception | None = None
+    for mesh in candidates(analysis, topology, settings)[:most]:
+        if best is not None and time.perf_counter() - started > time_limit_s / 4:
+            break
+        try:
+            found = _solve(analysis, mesh, profile, settings, sinks, time_limit_s)
+        except (InfeasibleError, PlanError) as error:
+            refusal = refusal or error
+            continue
+        if best is None or found.solution.objective_s < best.solution.objective_s * (1 - GAP):
+            best = found
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def on_axes(analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str]) -> Found:
+    """The best plan on given axes."""
+    return _solve(analysis, mesh, profile, settings, sinks, 60.0)
+
+
+def _solve(analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str], time_limit_s: float) -> Found:
+    begun = time.perf_counter()
+    built = build(analysis, mesh, profile, settings, sinks)
+    priced = time.perf_counter()
+    solution = solve(built.problem, time_limit_s=time_limit_s, relative_gap=GAP)
+    return Found(mesh, built, solution, priced - begun, time.perf_counter() - priced)
+
+
+def candidates(analysis: Analysis, topology: Mesh, settings: Settings) -> list[LogicalMesh]:
+    """Factorings to try, the plainest first."""
+    degrees = settings.pins.degrees
+    found = [factor_axes(topology, degrees)]
+    tp = degrees.get("tp", 1)
+    divided = [{"tp": (part, tp // part)} for part in head_divisors(analysis, tp)]
+    found += [factor_axes(topology, degrees, parts) for parts in divided]
+    found += [factor_axes(topology, degrees, free=free) for free in free_factorisations(topology, degrees)[1:]]
+    return found
+
+
+def head_divisors(analysis: Analysis, tp: int) -> Sequence[int]:
+    """Proper divisors of tp that divide the leading part of some divided weight dim which tp does not (key/value heads)."""
+    found = set()
+    for source in analysis.program.sources:
+        if source.kind == "parameter":
+            for dim in analysis.parts[source.node].dims:
+                shared = math.gcd(tp, dim[0])
+                if len(dim) > 1 and 1 < shared < tp:
+                    found.add(shared)
+    return sorted(found)
