@@ -7,9 +7,8 @@ Leaves: short text; terminals get colour and progress, files get neither.
 from __future__ import annotations
 
 import io
-import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
@@ -55,29 +54,11 @@ def stdout_console() -> Console:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[None]:
-    """A line on a terminal's standard error that follows the stages logged by `autopar`; elsewhere nothing."""
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's standard error; what it yields is told each stage as it begins. Elsewhere silent."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield
+        yield lambda stage: None
         return
     with console.status(what) as status:
-        handler = _StageHandler(lambda line: status.update(f"{what}: {line}"))
-        logger = logging.getLogger("autopar")
-        level = logger.level
-        logger.addHandler(handler)
-        logger.setLevel(min(level or logging.INFO, logging.INFO))
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-
-
-class _StageHandler(logging.Handler):
-    def __init__(self, show: object) -> None:
-        super().__init__(logging.INFO)
-        self._show = show
-
-    def emit(self, entry: logging.LogRecord) -> None:
-        self._show(entry.getMessage())  # type: ignore[operator]  # a callable; logging.Handler is untyped about it
+        yield lambda stage: status.update(f"{what}: {stage}")

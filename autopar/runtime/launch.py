@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,6 +36,9 @@ from autopar.errors import AutoparError
 _POLL_S = 0.02
 _GRACE_S = 2.0  # what the other ranks get to end, and to tell of their own errors, once one has failed
 _OURS = {c.__name__: c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutoparError)}
+_IMPORT_S = 300.0  # the launcher's own limit starts after its imports, which a busy machine makes long
+CAPTURE = ("autopar.api", "torch._dynamo", "torch.export._trace")
+"""Modules that a rank imports when it plans or runs a model: seconds for each rank, unless they are preloaded."""
 _FOLDER = "AUTOPAR_LAUNCH_FOLDER"
 
 
@@ -46,18 +49,22 @@ def run_ranks_local(
     timeout_s: float,
     *,
     on_event: Callable[[Any], None] | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Run `function(payload)` on `world` local ranks.
 
     Args:    fn_path: `module:function`, importable from the caller's `sys.path`. payload: JSON data.
+             timeout_s: for the ranks, from the moment they start (imports are not counted).
              on_event: called here with whatever a rank gives to `report`, soon after.
+             preload: modules to import once, before the ranks part, such as `CAPTURE`.
     Returns: what each rank returned, as JSON data.
-    Raises:  AutoparError: a rank raised (its own class, when it is one of ours), was ended by a signal or printed
-             nothing in time; the message names the rank, the notes hold the tracebacks.
+    Raises:  AutoparError: a rank raised (its own class, when it is one of ours), was ended by a signal or took
+             too long; the message names the rank, the notes hold the tracebacks.
     """
     with tempfile.TemporaryDirectory(prefix="autopar-") as name:
         folder = Path(name)
         job = {"function": fn_path, "world": world, "payload": payload, "timeout_s": timeout_s}
+        job["preload"] = list(preload)
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         with open(folder / "launcher.txt", "wb") as output:
             child = subprocess.Popen(
@@ -99,7 +106,7 @@ def _follow(
     child: subprocess.Popen[bytes], folder: Path, timeout_s: float, on_event: Callable[[Any], None] | None
 ) -> None:
     """Wait for the child, handing events on; returns when it has ended or is out of time."""
-    end_s, read = time.monotonic() + timeout_s + 2 * _GRACE_S, 0
+    end_s, read = time.monotonic() + _IMPORT_S + timeout_s + 2 * _GRACE_S, 0
     running = True
     while running and time.monotonic() < end_s:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -151,7 +158,8 @@ def _launch(folder: Path) -> int:
     parent = os.getppid()
     try:
         function = _resolve(job["function"])
-        import torch.distributed  # noqa: F401 - before the fork: every rank needs it
+        for module in ("torch.distributed", *job["preload"]):
+            importlib.import_module(module)
     except Exception as error:
         _write_error(folder, 0, error)
         return 1
