@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from autopar.dump import Dump
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.pins import Pins, parse_pins
-from autopar.pipeline import Prepared, carry_out, choose, lower, prepare
+from autopar.pipeline import RECOMPUTE, Prepared, carry_out, choose, lower, prepare
 from autopar.plan import Plan
 from autopar.runtime.check import agree, digest, share
 from autopar.runtime.module import Lowered, ParallelModule
@@ -42,6 +42,8 @@ class Request:
     outputs: str
     strict: bool
     dump_dir: str | None
+    recompute: tuple[str, ...] = RECOMPUTE
+    """Levels of recomputation that may be chosen: `parallelize` can run "none" only."""
 
 
 def plan(
@@ -126,7 +128,7 @@ def parallelize(
     request = _request(mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, dump_dir)
     if request.settings.precision not in (None, "fp32"):
         raise PlanError(f"precision={precision!r}: this version plans in mixed precision but runs in the model's own; cast the model, e.g. model.bfloat16()")
-    _ensure_process_group(request.topology)
+    ensure_process_group(request.topology)
     world = connect_world(request.topology)
     prepared = _prepare(model, example_args, example_kwargs, request, lambda stage: None)
     data = share(lambda: _plan_of(prepared, request, plan, lambda stage: None).to_dict(), world)
@@ -158,7 +160,7 @@ def _request(
         raise PlanError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     if backend in ("aot", "inductor"):
         raise PlanError(f"backend={backend!r}: this version of autopar has the eager backend only; pass backend='eager' or 'auto'")
-    topology, pinned = _topology(mesh)
+    topology, pinned = topology_of(mesh)
     pins = parse_pins({**pinned, **(pin or {})})
     profile = load_profile(topology.device)
     check_data_axis(pins, topology)
@@ -175,7 +177,7 @@ def check_data_axis(pins: Pins, topology: Mesh) -> None:
         raise PlanError(f"pin zero={pins.zero}: ZeRO shards over data axes, and the pins {dict(pins.given)} leave none on a mesh of {topology.size}")
 
 
-def _topology(mesh: Any) -> tuple[Mesh, dict[str, int]]:
+def topology_of(mesh: Any) -> tuple[Mesh, dict[str, int]]:
     if isinstance(mesh, Mesh):
         return mesh, {}
     if isinstance(mesh, (str, int)):
@@ -214,7 +216,7 @@ def _name(model: nn.Module) -> str:
 
 def _plan_of(prepared: Prepared, request: Request, given: Plan | str | os.PathLike[str] | None, tell: Callable[[str], None]) -> Plan:
     if given is None:
-        return choose(prepared, request.topology, request.profile, request.settings, progress=tell)
+        return choose(prepared, request.topology, request.profile, request.settings, recompute=request.recompute, progress=tell)
     found = given if isinstance(given, Plan) else Plan.load(given)
     if tuple(found.mesh["shape"]) != request.topology.shape:
         raise PlanError(f"the plan is for a mesh {'x'.join(map(str, found.mesh['shape']))}, not {request.topology}; plan for this mesh, or pass that one")
@@ -222,7 +224,7 @@ def _plan_of(prepared: Prepared, request: Request, given: Plan | str | os.PathLi
     return found
 
 
-def _ensure_process_group(topology: Mesh) -> None:
+def ensure_process_group(topology: Mesh) -> None:
     """Under torchrun, start the process group that is not there yet."""
     if topology.size > 1 and not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if torch.cuda.is_available():

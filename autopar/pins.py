@@ -28,7 +28,6 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "schedule": (),
     "virtual_stages": (1,),
     "microbatches": (1,),
-    "recompute": ("none",),
     "offload": ("none",),
     "stages": (),
     "zero_ranks": (),
@@ -44,6 +43,7 @@ class Pins:
     zero: int | None = None
     sp: bool | None = None
     layouts: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+    recompute: str | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
     """The pins as they came, for messages and the plan."""
 
@@ -91,7 +91,7 @@ def parse_pins(pin: Mapping[str, Any] | None) -> Pins:
             instead = f"; it can keep {', '.join(map(str, possible))}" if possible else ""
             raise PlanError(f"pin {key}={value!r}: this version of autopar cannot run it yet{instead}")
     zero = pin.get("zero")
-    return Pins(degrees, zero, pin.get("sp"), tuple(layouts), pin)
+    return Pins(degrees, zero, pin.get("sp"), tuple(layouts), pin.get("recompute"), pin)
 
 
 def _integer(key: str, value: object, least: int) -> int:

@@ -76,11 +76,17 @@ def prepare(
     return Prepared(analysis, output_kinds(program, analysis.grads, outputs), time.perf_counter() - started)
 
 
-def choose(prepared: Prepared, topology: Mesh, profile: Profile, settings: Settings, *, progress: Progress = _silent) -> Plan:
-    """Price and solve; the best plan."""
+RECOMPUTE = ("none", "selective", "full")
+
+
+def choose(
+    prepared: Prepared, topology: Mesh, profile: Profile, settings: Settings, *, recompute: tuple[str, ...] = RECOMPUTE, progress: Progress = _silent
+) -> Plan:
+    """Price and solve; the best plan. recompute: the levels that may be chosen."""
     progress("solve")
     started = time.perf_counter()
-    found = search(prepared.analysis, topology, profile, settings, prepared.sinks)
+    levels = (settings.pins.recompute,) if settings.pins.recompute is not None else recompute
+    found = search(prepared.analysis, topology, profile, settings, prepared.sinks, levels=levels)
     return make_plan(prepared.analysis, found, settings, prepared.sinks, prepared.capture_s, time.perf_counter() - started)
 
 

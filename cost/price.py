@@ -3,7 +3,6 @@
     forward   launch + max(flop / rate, bytes moved / bandwidth), of the largest shard
     backward  the same with 2 x flop for contractions (a product for each input that takes a gradient), 2.5 x for
               attention, and as many bytes again as forward plus one gradient for each input
-    saved     bytes of the inputs and outputs that autograd keeps
     update    optimizer traffic of the local parameter: weights, gradient and states read, weights and states written
 """
 
@@ -39,8 +38,8 @@ class OpPrice:
     flop: Floats
     """Of the forward, on the rank with the largest shard."""
     moved_bytes: Floats
-    output_bytes: Floats
-    """Outputs kept for the backward by the op itself."""
+    forward_s: Floats
+    """The forward's share of compute and communication: what recomputation pays again."""
 
 
 def price_op(
@@ -57,15 +56,15 @@ def price_op(
     """Price all strategies of an op at once; ins and outs give the parts and dtype of each operand."""
     by_name = {f.name: f for f in factors}
     n = len(strategies)
-    flop, moved, kept, comm, narrow = (np.zeros(n) for _ in range(5))
+    flop, moved, comm, comm_forward, narrow = (np.zeros(n) for _ in range(5))
     differentiable = any(in_grads)
     for i, strategy in enumerate(strategies):
         flop[i] = rule.flop * share(strategy, by_name, mesh)
         sizes = [_local_bytes(p, d, layout, mesh) for (p, d), layout in zip(ins, strategy.ins, strict=True)]
         out_sizes = [_local_bytes(p, d, layout, mesh) for (p, d), layout in zip(outs, strategy.outs, strict=True)]
         moved[i] = 0.0 if rule.view else sum(sizes) + sum(out_sizes)
-        kept[i] = sum(out_sizes) if rule.saves_output and differentiable else 0.0
-        comm[i] = _distributed_s(rule, strategy, by_name, outs[0][1] if outs else torch.float32, differentiable, mesh, profile)
+        for total_s, backward in ((comm_forward, False), (comm, differentiable)):
+            total_s[i] = _distributed_s(rule, strategy, by_name, outs[0][1] if outs else torch.float32, backward, mesh, profile)
         narrow[i] = _narrowest(rule, strategy, by_name, mesh)
     dtype = outs[0][1] if outs else torch.float32
     # a view launches nothing, so it costs nothing
@@ -74,7 +73,7 @@ def price_op(
     if differentiable and not rule.view:
         times = (2.5 if attention else float(min(2, sum(in_grads)))) if rule.flop else 0.0
         total = forward + np.asarray(op_s(times * flop, 2 * moved, dtype, profile, min_dim=narrow if rule.flop else None))
-    return OpPrice(total, comm, flop, moved, kept)
+    return OpPrice(total, comm, flop, moved, forward + comm_forward)
 
 
 def share(strategy: Strategy, factors: Mapping[str, Factor], mesh: LogicalMesh) -> float:

@@ -15,12 +15,16 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost.collective import collective_s
 from autopar.cost.compute import memory_bound_s
 from autopar.cost.hardware import Profile
-from autopar.layout import GRADIENT, TRANSITIONS, I, Layout, P, Parts, Placement, R, S, chunk
-from autopar.mesh import LogicalMesh
+from autopar.layout import FREE, TRANSITIONS, I, Layout, P, Parts, Placement, R, S
+from autopar.mesh import Axis, LogicalMesh
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 STEP_S = 1e-8
 """Least price of a transition, so that chains have no loops and ties go to the shorter one."""
@@ -32,9 +36,9 @@ class Routes:
 
     states: tuple[Layout, ...]
     index: dict[Layout, int]
-    step_s: np.ndarray
+    step_s: Floats
     """[from, to] seconds of a single transition, forward and backward; inf where none joins the two."""
-    cost_s: np.ndarray
+    cost_s: Floats
     """[from, to] seconds of the cheapest chain."""
 
     def between(self, source: Layout, target: Layout) -> float:
@@ -51,61 +55,62 @@ class Routes:
 
 
 @functools.lru_cache(maxsize=4096)
-def routes(parts: Parts, element_bytes: int, takes_gradient: bool, cut: tuple[int, ...], mesh: LogicalMesh, profile: Profile) -> Routes:
-    """Routes of a value. cut: the flat parts that some layout cuts; others stay whole."""
+def routes(
+    parts: Parts, element_bytes: int, takes_gradient: bool, cut: tuple[int, ...], mesh: LogicalMesh, profile: Profile, forwards: int = 1
+) -> Routes:
+    """Routes of a value. cut: the flat parts that some layout cuts; others stay whole. forwards: 2 where the backward makes the transition again."""
     kinds = [I, P, *([R] if takes_gradient else []), *(S(part) for part in cut)]
-    states = tuple(s for s in itertools.product(kinds, repeat=len(mesh.axes)))
-    index = {s: i for i, s in enumerate(states)}
+    states = tuple(itertools.product(kinds, repeat=len(mesh.axes)))
+    codes = np.array(list(itertools.product(range(len(kinds)), repeat=len(mesh.axes))), dtype=np.int64).reshape(len(states), len(mesh.axes))
     step = np.full((len(states), len(states)), np.inf)
     np.fill_diagonal(step, 0.0)
-    pricer = _Pricer(parts, element_bytes, takes_gradient, mesh, profile)
-    for i, state in enumerate(states):
-        for axis in range(len(mesh.axes)):
-            if any(later == state[axis] and later.kind == "S" for later in state[axis + 1 :]):
-                continue  # a later axis cuts my part further
-            for target in kinds:
-                if target == state[axis] or (target.kind == "S" and target in state[axis + 1 :]):
-                    continue
-                step[i, index[(*state[:axis], target, *state[axis + 1 :])]] = pricer.price(state, axis, target)
+    for axis, logical in enumerate(mesh.axes):
+        uncut_bytes = _uncut_bytes(parts, kinds, codes, axis, mesh) * element_bytes
+        inner = [np.any(codes[:, axis + 1 :] == k, axis=1) for k in range(len(kinds))]
+        stride = len(kinds) ** (len(mesh.axes) - 1 - axis)
+        for (i, source), (j, target) in itertools.permutations(enumerate(kinds), 2):
+            rows = codes[:, axis] == i
+            if source.kind == "S":
+                rows &= ~inner[i]  # a later axis cuts my part further
+            if target.kind == "S":
+                rows &= ~inner[j]
+            at = np.flatnonzero(rows)
+            price = _Price(logical, profile).transition_s(source, target, uncut_bytes[at], takes_gradient, forwards)
+            step[at, at + (j - i) * stride] = price
     cost = step.copy()
     for k in range(len(states)):  # Floyd-Warshall, a row of pairs at a time
         np.minimum(cost, cost[:, k, None] + cost[None, k, :], out=cost)
-    return Routes(states, index, step, cost)
+    return Routes(states, {s: i for i, s in enumerate(states)}, step, cost)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pricer:
-    parts: Parts
-    element_bytes: int
-    takes_gradient: bool
-    mesh: LogicalMesh
+def _uncut_bytes(parts: Parts, kinds: list[Placement], codes: Ints, axis: int, mesh: LogicalMesh) -> Floats:
+    """For each state the elements of the largest local tensor as if `axis` did not cut."""
+    flat = np.tile(np.array(parts.flat, dtype=np.int64), (len(codes), 1))
+    for other, logical in enumerate(mesh.axes):
+        for k, kind in enumerate(kinds):
+            if other != axis and kind.kind == "S":
+                rows = codes[:, other] == k
+                flat[rows, kind.part] = -(-flat[rows, kind.part] // logical.size)
+    return flat.prod(axis=1).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Price:
+    """Seconds of transitions on one axis."""
+
+    axis: Axis
     profile: Profile
 
-    def price(self, state: Layout, axis: int, target: Placement) -> float:
-        """Seconds of one transition on one axis, forward and backward."""
-        uncut = self.uncut_bytes(state, axis)
-        forward = self.primitive_s(TRANSITIONS[state[axis].kind, target.kind].forward, uncut, axis)
-        if not self.takes_gradient:
-            return forward
-        back_from, back_to = (GRADIENT[target.kind], GRADIENT[state[axis].kind])
-        same = back_from == back_to and back_from != "S"
-        backward = "nothing" if same else TRANSITIONS[back_from, back_to].forward
-        return forward + self.primitive_s(backward, uncut, axis)
+    def transition_s(self, source: Placement, target: Placement, uncut_bytes: Floats, takes_gradient: bool, forwards: int) -> Floats:
+        """Forward and backward, for buffers of these sizes when the axis does not cut them."""
+        forward = forwards * self.primitive_s(TRANSITIONS[source.kind, target.kind].forward, uncut_bytes)
+        return forward + self.primitive_s(TRANSITIONS[source.kind, target.kind].backward, uncut_bytes) if takes_gradient else forward
 
-    def uncut_bytes(self, state: Layout, axis: int) -> float:
-        """Bytes of the largest local tensor as if `axis` did not cut."""
-        flat = list(self.parts.flat)
-        for other, placement in enumerate(state):
-            if other != axis and placement.kind == "S":
-                flat[placement.part] = chunk(flat[placement.part], self.mesh.axes[other].size, 0)[1]
-        return float(np.prod(flat)) * self.element_bytes
-
-    def primitive_s(self, primitive: str, uncut_bytes: float, axis: int) -> float:
-        ranks = self.mesh.axes[axis].size
+    def primitive_s(self, primitive: str, uncut_bytes: Floats) -> Floats:
         if primitive == "nothing":
-            return STEP_S
-        if primitive in ("slice", "pad", "keep"):
-            moved = uncut_bytes / ranks if primitive == "slice" else uncut_bytes
-            return STEP_S + float(memory_bound_s(2 * moved, self.profile))
-        size = uncut_bytes / ranks if primitive == "all_to_all" else uncut_bytes
-        return STEP_S + float(collective_s(primitive, size, self.mesh.axes[axis], self.profile))
+            return np.full(len(uncut_bytes), STEP_S)
+        if primitive in FREE:
+            moved = uncut_bytes / self.axis.size if primitive == "slice" else uncut_bytes
+            return STEP_S + np.asarray(memory_bound_s(2 * moved, self.profile))
+        size = uncut_bytes / self.axis.size if primitive == "all_to_all" else uncut_bytes
+        return STEP_S + np.asarray(collective_s(primitive, size, self.axis, self.profile))

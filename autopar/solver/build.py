@@ -23,6 +23,7 @@ from autopar.cost.compute import element_bytes
 from autopar.cost.hardware import Profile
 from autopar.cost.price import OpPrice, StoragePrice, price_op, price_storage
 from autopar.cost.route import Routes, routes
+from autopar.cost.saved import saved_values
 from autopar.errors import PlanError
 from autopar.layout import I, Layout, Parts, S, largest_local_parts
 from autopar.mesh import LogicalMesh
@@ -56,6 +57,8 @@ class Settings:
     optimizer: str | int = "adamw"
     precision: str | None = None
     batch_dims: Mapping[str, int] | None = None
+    recompute: str = "none"
+    """What the repeated blocks recompute in the backward: "none", "selective" (everything but products), "full"."""
     fixed: Fixed | None = None
     """Decisions of a plan that is given; what it does not name is chosen around it."""
 
@@ -104,6 +107,10 @@ class _Builder:
         self.counts: dict[str, int] = defaultdict(int)
         for name in self.representative.values():
             self.counts[name] += 1
+        repeated = [c for c in analysis.program.classes if len(c.blocks) > 1]
+        self.block_of = {n: block for c in repeated for block, nodes in zip(c.blocks, c.nodes, strict=True) for n in nodes}
+        self.repeated = frozenset(self.block_of)
+        self.saved = saved_values(analysis, self.roles.weights)
         self.names: list[str] = []
         self.costs: list[NDArray[np.float64]] = []
         self.memories: list[NDArray[np.float64]] = []
@@ -156,18 +163,23 @@ class _Builder:
         )
         count = self.counts[op.name]
         by_output = {i: [s.outs[i] for s in found] for i in range(len(op.outs))}
-        self.op_choice[op.name] = self.add_choice(
-            record(op.node).op, (price.compute_s + price.communication_s) * count, price.output_bytes * count, by_output
-        )
+        seconds = price.compute_s + price.communication_s + (price.forward_s if self.recomputed(op) else 0.0)
+        self.op_choice[op.name] = self.add_choice(record(op.node).op, seconds * count, np.zeros(len(found)), by_output)
         self.op_strategies[op.name], self.op_prices[op.name] = found, price
 
     def exact(self, op: Op, strategy: Strategy) -> bool:
-        """No sums of parts in a narrower dtype than the parameters' own: a float64 model with float32 norms keeps float64's digits."""
+        """No sums of parts in a narrower dtype than the parameters' own: a float64 model with float32 norms keeps float64's digits.
+
+        A sum to a scalar (a loss) is the exception: without it no batch could be cut.
+        """
         narrow_in = [self.narrow(v) and g for v, g in zip(op.ins, op.in_grads, strict=True)]
         narrow_out = [self.narrow(v) and g for v, g in zip(op.outs, op.out_grads, strict=True)]
         if any(n and any(p.kind in "RP" for p in layout) for n, layout in zip(narrow_in, strategy.ins, strict=True)):
             return False
-        return not any(n and any(p.kind == "R" for p in layout) for n, layout in zip(narrow_out, strategy.outs, strict=True))
+        for value, narrow, layout in zip(op.outs, narrow_out, strategy.outs, strict=True):
+            if narrow and any(p.kind == "R" or p.kind == "P" and self.analysis.parts[value].dims for p in layout):
+                return False
+        return True
 
     def narrow(self, value: str) -> bool:
         return self.analysis.dtypes[value].itemsize < self.widest
@@ -186,6 +198,17 @@ class _Builder:
         fixed = self.settings.fixed
         options = fixed.ops.get(record(op.node).op) if fixed is not None else None
         return [s for s in found if s.options == options] or found
+
+    def recomputed(self, op: Op) -> bool:
+        """Does the backward run this op's forward again?"""
+        level = self.settings.recompute
+        return op.name in self.repeated and (level == "full" or level == "selective" and not op.rule.flop)
+
+    def kept_count(self, producer: ValueKey, readers: Sequence[str], count: int) -> int:
+        """How many of `count` equal blocks' values live at once: those that are recomputed live one block at a time."""
+        op = self.analysis.ops.get(producer[0])
+        inside = op is not None and op.name in self.repeated and all(self.block_of.get(r) == self.block_of.get(op.name) for r in readers)
+        return 1 if inside and op is not None and self.recomputed(op) else count
 
     def operand(self, value: str) -> tuple[Parts, torch.dtype]:
         return self.analysis.parts[value], compute_dtype(self.analysis.dtypes[value], self.settings.precision)
@@ -245,22 +268,22 @@ class _Builder:
         """One value (of each of some equal blocks) and all that read it."""
         value, count = values[0], len(values)
         ends = [(self.op_choice[op], [s.ins[position] for s in self.op_strategies[op]], op, position) for op, position in readers]
-        saved = any(position in self.analysis.ops[op].rule.saves and any(self.analysis.ops[op].out_grads) for _, _, op, position in ends)
-        saved = saved and value not in self.roles.weights and not self.kept_by_producer(producer)
+        saved = value in self.saved
+        kept = self.kept_count(producer, [op for op, _ in readers], count)
         source = self.source_choice(producer)
         if source is None:  # an input or a buffer: invariant, cut for nothing
             for choice, layouts, _, _ in ends:
                 if saved:
-                    self.memories[choice] = self.memories[choice] + self.saved_bytes(value, layouts) * count
+                    self.memories[choice] = self.memories[choice] + self.saved_bytes(value, layouts) * kept
             return
         start, start_layouts = source
         used = self.used_parts([*start_layouts, *(x for _, layouts, _, _ in ends for x in layouts)])
-        routing = self.routes(value, used)
+        routing = self.routes(value, used, 2 if self.moved_again(value, readers) else 1)
         if len(ends) > 1:
             domain = sorted({x for _, layouts, _, _ in ends for x in layouts} | set(start_layouts))
             domain = self.fixed_read(value, domain) or domain
             cost = np.zeros(len(domain))
-            memory = self.saved_bytes(value, domain) * count if saved else np.zeros(len(domain))
+            memory = self.saved_bytes(value, domain) * kept if saved else np.zeros(len(domain))
             read = self.add_choice(f"read of {value}", cost, memory, {0: domain})
             self.read_layouts[read] = domain
             for name in values:
@@ -269,7 +292,7 @@ class _Builder:
             start, start_layouts = read, domain
         elif saved:
             choice, layouts, _, _ = ends[0]
-            self.memories[choice] = self.memories[choice] + self.saved_bytes(value, layouts) * count
+            self.memories[choice] = self.memories[choice] + self.saved_bytes(value, layouts) * kept
         for choice, layouts, _, _ in ends:
             self.add_edge(start, start_layouts, choice, layouts, routing, count, producer if len(ends) == 1 else None)
 
@@ -278,10 +301,6 @@ class _Builder:
         wanted = self.settings.fixed.reads.get(stable_name(self.analysis, value)) if self.settings.fixed is not None else None
         parts = self.analysis.parts[value]
         return [x for x in domain if wanted is not None and tuple(map(parts.name, x)) == wanted]
-
-    def kept_by_producer(self, producer: ValueKey) -> bool:
-        op = self.analysis.ops.get(producer[0])
-        return op is not None and op.rule.saves_output
 
     def source_choice(self, producer: ValueKey) -> tuple[int, list[Layout]] | None:
         name, index = producer
@@ -300,9 +319,13 @@ class _Builder:
     def used_parts(self, layouts: Sequence[Layout]) -> tuple[int, ...]:
         return tuple(sorted({p.part for layout in layouts for p in layout if p.kind == "S"}))
 
-    def routes(self, value: str, used: tuple[int, ...]) -> Routes:
+    def moved_again(self, value: str, readers: Sequence[tuple[str, int]]) -> bool:
+        """Is the transition made again in the backward? Gathered parameters are; so is all that a block recomputes."""
+        return value in self.roles.weights or self.settings.recompute == "full" and all(op in self.repeated for op, _ in readers)
+
+    def routes(self, value: str, used: tuple[int, ...], forwards: int = 1) -> Routes:
         parts, dtype = self.operand(value)
-        return routes(parts, element_bytes(dtype), self.analysis.grads[value], used, self.mesh, self.profile)
+        return routes(parts, element_bytes(dtype), self.analysis.grads[value], used, self.mesh, self.profile, forwards)
 
     def add_edge(
         self, source: int, source_layouts: list[Layout], target: int, target_layouts: list[Layout], routing: Routes, count: int, producer: ValueKey | None

@@ -55,7 +55,7 @@ def make_plan(analysis: Analysis, found: Found, settings: Settings, sinks: Mappi
         axes=tuple({"name": a.name, "size": a.size, "link": built.profile.link(a.spans[-1][0]).name if a.spans else "none", "role": a.role} for a in mesh.axes),
         zero=zero_level(decisions, analysis, axis_roles),
         offload="none",
-        recompute={c.name: "none" for c in analysis.program.classes},
+        recompute={c.name: found.recompute if len(c.blocks) > 1 else "none" for c in analysis.program.classes},
         microbatches=1,
         schedule="1f1b",
         virtual_stages=1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.hardware import Profile
 from autopar.errors import InfeasibleError, PlanError
@@ -21,6 +21,10 @@ from autopar.solver.problem import Solution
 
 GAP = 1e-3
 """Relative gap at which the solver may stop."""
+SEARCH_S = 6.0
+"""Seconds that factorings after the first may take together, by estimate."""
+GROWTH = 7.0
+"""An axis more makes a problem about this many times as large: the options of an op on one axis."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +34,21 @@ class Found:
     solution: Solution
     price_s: float
     solve_s: float
+    recompute: str = "none"
 
 
 def search(
-    analysis: Analysis, topology: Mesh, profile: Profile, settings: Settings, sinks: Mapping[int, str], *, time_limit_s: float = 60.0, most: int = 4
+    analysis: Analysis,
+    topology: Mesh,
+    profile: Profile,
+    settings: Settings,
+    sinks: Mapping[int, str],
+    *,
+    levels: Sequence[str] = ("none",),
+    time_limit_s: float = 60.0,
+    most: int = 4,
 ) -> Found:
-    """The best plan over at most `most` factorings of the mesh.
+    """The best plan over at most `most` factorings of the mesh and these levels of recomputation.
 
     Raises:
         InfeasibleError: none fits the memory. PlanError: a pin cannot be kept.
@@ -44,10 +57,12 @@ def search(
     best: Found | None = None
     refusal: Exception | None = None
     for mesh in candidates(analysis, topology, settings)[:most]:
-        if best is not None and time.perf_counter() - started > time_limit_s / 4:
-            break
+        if best is not None:
+            growth = GROWTH ** (len(mesh.axes) - len(best.mesh.axes))
+            if time.perf_counter() - started + (best.price_s + best.solve_s) * growth > SEARCH_S:
+                continue
         try:
-            found = _solve(analysis, mesh, profile, settings, sinks, time_limit_s)
+            found = _recomputing(analysis, mesh, profile, settings, sinks, levels, time_limit_s)
         except (InfeasibleError, PlanError) as error:
             refusal = refusal or error
             continue
@@ -64,12 +79,34 @@ def on_axes(analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: S
     return _solve(analysis, mesh, profile, settings, sinks, 60.0)
 
 
+def _recomputing(
+    analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str], levels: Sequence[str], time_limit_s: float
+) -> Found:
+    """The best level of recomputation; more is only tried where memory binds, since it saves nothing else."""
+    best: Found | None = None
+    refusal: InfeasibleError | None = None
+    for level in levels:
+        try:
+            found = _solve(analysis, mesh, profile, replace(settings, recompute=level), sinks, time_limit_s)
+        except InfeasibleError as error:
+            refusal = refusal or error
+            continue
+        if best is None or found.solution.objective_s < best.solution.objective_s * (1 - GAP):
+            best = found
+        if found.solution.solver == "elimination":
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
 def _solve(analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str], time_limit_s: float) -> Found:
     begun = time.perf_counter()
     built = build(analysis, mesh, profile, settings, sinks)
     priced = time.perf_counter()
     solution = solve(built.problem, time_limit_s=time_limit_s, relative_gap=GAP)
-    return Found(mesh, built, solution, priced - begun, time.perf_counter() - priced)
+    return Found(mesh, built, solution, priced - begun, time.perf_counter() - priced, settings.recompute)
 
 
 def candidates(analysis: Analysis, topology: Mesh, settings: Settings) -> list[LogicalMesh]:
