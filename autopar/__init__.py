@@ -5,6 +5,7 @@ The way in: `api.py` (the public functions), `pipeline.py` (the stages in order)
 
 from autopar import models
 from autopar.api import parallelize, plan, with_loss
+from autopar.compare import Report
 from autopar.errors import (
     AutoparError,
     CaptureError,
@@ -17,7 +18,9 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.rules.register import register_rule
 from autopar.runtime.module import ParallelModule
+from autopar.verify import verify
 
 __version__ = "0.1.0"
 
@@ -30,11 +33,13 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "PlanError",
+    "Report",
     "RuleError",
     "RuntimeMismatchError",
     "UnsupportedOpError",
     "models",
     "parallelize",
     "plan",
+    "verify",
     "with_loss",
 ]

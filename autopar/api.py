@@ -21,7 +21,7 @@ from autopar.mesh import Mesh
 from autopar.pins import Pins, parse_pins
 from autopar.pipeline import RECOMPUTE, Prepared, carry_out, choose, lower, prepare
 from autopar.plan import Plan
-from autopar.runtime.check import agree, digest, share
+from autopar.runtime.check import agree, digest, share, together
 from autopar.runtime.module import Lowered, ParallelModule
 from autopar.runtime.parameters import OLD_PARAMETERS, shard_parameter
 from autopar.runtime.process_mesh import ProcessMesh, check_world, connect
@@ -125,14 +125,34 @@ def parallelize(
     Returns: a `ParallelModule`; make the optimizer from its parameters.
     Raises:  CaptureError, UnsupportedOpError, MeshError, PlanError, InfeasibleError, RuntimeMismatchError, on every rank; TypeError without an example.
     """
-    request = _request(mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, dump_dir)
-    if request.settings.precision not in (None, "fp32"):
-        raise PlanError(f"precision={precision!r}: this version plans in mixed precision but runs in the model's own; cast the model, e.g. model.bfloat16()")
-    ensure_process_group(request.topology)
-    world = connect_world(request.topology)
-    prepared = _prepare(model, example_args, example_kwargs, request, lambda stage: None)
+    topology, _ = topology_of(mesh)
+    ensure_process_group(topology)
+    world = connect_world(topology)
+
+    def begin() -> tuple[Request, Prepared]:
+        request = _request(mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, dump_dir)
+        if request.settings.precision not in (None, "fp32"):
+            raise PlanError(f"precision={precision!r}: this version plans in mixed precision but runs in the model's own; cast the model, e.g. model.bfloat16()")
+        return request, _prepare(model, example_args, example_kwargs, request, lambda stage: None)
+
+    if topology.size == 1:
+        request, prepared = begin()
+        return _build_module(model, prepared, request, _plan_of(prepared, request, plan, lambda stage: None))
+    request, prepared = together(begin, world)
+    agree(_views(prepared), world)
     data = share(lambda: _plan_of(prepared, request, plan, lambda stage: None).to_dict(), world)
     return _build_module(model, prepared, request, Plan.from_dict(data))
+
+
+def _views(prepared: Prepared) -> dict[str, int]:
+    """What must be equal on all ranks before they plan."""
+    program, parts = prepared.program, prepared.analysis.parts
+    inputs = [(parts[s.node].shape, prepared.analysis.dtypes[s.node]) for s in program.sources if s.kind == "input"]
+    return {
+        "version of torch": digest(torch.__version__),
+        "model (names and shapes)": digest(repr(sorted((s.path, s.kind, parts[s.node].shape) for s in program.sources if s.kind != "input"))),
+        "example inputs (shapes and dtypes)": digest(repr(inputs)),
+    }
 
 
 def with_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> nn.Module:
@@ -243,18 +263,10 @@ def connect_world(topology: Mesh) -> torch.device:
 def _build_module(model: nn.Module, prepared: Prepared, request: Request, chosen: Plan) -> ParallelModule:
     logical = mesh_of(chosen)
     found, decisions = carry_out(prepared, chosen, request.profile, request.settings)
-    mesh = connect(logical)
-    program, parts = prepared.program, prepared.analysis.parts
-    agree(
-        {
-            "plan": digest(chosen.digest),
-            "model (names and shapes)": digest(repr(sorted((s.path, s.kind, parts[s.node].shape) for s in program.sources))),
-            "example inputs (shapes)": digest(repr([parts[s.node].shape for s in program.sources if s.kind == "input"])),
-            "version of torch": digest(torch.__version__),
-            "decisions": digest(repr(sorted((k, s.options) for k, s in decisions.strategies.items()))),
-        },
-        mesh.device,
-    )
+    mesh, program = connect(logical), prepared.program
+    if logical.size > 1:
+        decided = repr(sorted((k, s.options) for k, s in decisions.strategies.items()))
+        agree({"plan": digest(chosen.digest), "decisions": digest(decided)}, mesh.device)
     state, persistent, shards = _shard_state(prepared, decisions.sources, mesh)
     OLD_PARAMETERS.add(p for p in model.parameters())
     lowering = _Lowering(skeleton(model), prepared, request, chosen, mesh)
@@ -277,7 +289,10 @@ def _shard_state(prepared: Prepared, layouts: Mapping[str, Any], mesh: ProcessMe
             shards[source.path] = (parts, layout)
         elif source.kind == "buffer":
             value = prepared.program.state[source.path]
-            state[source.path] = value.detach().clone().to(mesh.device)
+            held = value.detach().to(mesh.device, copy=True).contiguous()
+            if mesh.device_mesh is not None and not held.is_meta:
+                dist.broadcast(held, 0)
+            state[source.path] = held
             persistent[source.path] = source.persistent
     return state, persistent, shards
 

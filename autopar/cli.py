@@ -113,8 +113,6 @@ def verify_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
     """One rank of `verify`. Returns: the report, or {"usage": message} when the model's name or sizes are no good."""
     import torch
 
-    from autopar import api
-
     args = argparse.Namespace(**payload)
     mesh = _mesh(args)
     torch.manual_seed(0)  # the same weights on every rank
@@ -122,7 +120,7 @@ def verify_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
         loaded = _load(args, mesh, device="cpu")
     except UsageError as error:
         return {"usage": str(error)}
-    report = api.verify(loaded.module, mesh, dtype=args.dtype, steps=args.steps, **_planning(args, loaded))
+    report = autopar.verify(loaded.module, mesh, dtype=args.dtype, steps=args.steps, **_planning(args, loaded))
     found: dict[str, Any] = report.to_dict()
     return found
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autopar import errors
 from autopar.errors import AutoparError, RuntimeMismatchError
+
+T = TypeVar("T")
 
 
 def digest(text: str | bytes) -> int:
@@ -75,13 +77,34 @@ def share(make: Any, device: torch.device) -> Any:
     return message["value"]
 
 
-def _send(message: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Broadcast JSON from rank 0."""
-    data = json.dumps(message).encode() if dist.get_rank() == 0 else b""
+def together(step: Callable[[], T], device: torch.device) -> T:
+    """This rank's `step()`, that every rank takes on its own; when one rank fails, all raise and none waits for it.
+
+    Raises:  what the step raised here; RuntimeMismatchError where it went well and another rank failed.
+    """
+    error: Exception | None = None
+    try:
+        value = step()
+    except Exception as raised:
+        error = raised
+    mine = torch.tensor([error is not None], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    failed = [r for r, each in enumerate(everyone) if each.item()]
+    if failed:
+        told = {"text": f"{type(error).__name__}: {error}"} if error is not None else {}
+        told = _send(told, device, failed[0])
+        raise error or RuntimeMismatchError(f"rank {failed[0]} failed: {told['text']}")
+    return value
+
+
+def _send(message: dict[str, Any], device: torch.device, source: int = 0) -> dict[str, Any]:
+    """Broadcast JSON from one rank."""
+    data = json.dumps(message).encode() if dist.get_rank() == source else b""
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, 0)
+    dist.broadcast(size, source)
     buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == source:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, 0)
+    dist.broadcast(buffer, source)
     return dict(json.loads(bytes(buffer.cpu().tolist())))

@@ -187,9 +187,13 @@ class ParallelModule(nn.Module):
         """Seed autopar's own randomness, the same on every rank."""
         self._seed = int(seed)
 
+    def programs(self) -> tuple[Program, ...]:
+        """This rank's programs, one for each combination of shapes, other values and mode that was called."""
+        return tuple(lowered.program for lowered in self._cache.values())
+
     def print_readable(self) -> str:
         """Print this rank's lowered programs, and return the text."""
-        texts = [str(lowered.program.graph) for lowered in self._cache.values()]
+        texts = [str(program.graph) for program in self.programs()]
         print("\n\n".join(texts))
         return "\n\n".join(texts)
 
