@@ -18,6 +18,7 @@ import faulthandler
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -39,6 +40,7 @@ _OURS = {c.__name__: c for c in vars(errors).values() if isinstance(c, type) and
 _IMPORT_S = 300.0  # the launcher's own limit starts after its imports, which a busy machine makes long
 CAPTURE = ("autopar.api", "torch._dynamo", "torch.export._trace")
 """Modules that a rank imports when it plans or runs a model: seconds for each rank, unless they are preloaded."""
+_LOST = re.compile(r"(closed|reset) by (remote )?peer|Broken pipe")  # gloo's words for it
 _FOLDER = "AUTOPAR_LAUNCH_FOLDER"
 
 
@@ -123,13 +125,13 @@ def _follow(
 
 def _results(folder: Path, world: int, timeout_s: float) -> list[Any]:
     paths = [folder / f"result.{rank}.json" for rank in range(world)]
-    failures = sorted(
-        (json.loads(p.read_text(encoding="utf-8")) for p in folder.glob("error.*.json")), key=lambda f: f["at_s"]
-    )
+    told = (json.loads(p.read_text(encoding="utf-8")) for p in folder.glob("error.*.json"))
+    # What failed first is the cause. A rank that lost a neighbour is none, and may be faster to say so than we are to
+    # see a neighbour that a signal ended.
+    failures = sorted(told, key=lambda f: (bool(_LOST.search(f["message"])), f["at_s"]))
     if not failures and all(p.exists() for p in paths):
         return [json.loads(p.read_text(encoding="utf-8")) for p in paths]
     if failures:
-        # What failed first is the cause; later ones are mostly ranks that lost their neighbour.
         first = failures[0]
         kind = _OURS.get(first["kind"])
         prefix = f"{first['kind']}: " if kind is None else ""
