@@ -3,6 +3,7 @@ no dropout that drops nothing, no factory that reads a tensor only for its dtype
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.program import Program, record, set_record
+from autopar.rules import loss
 from autopar.rules.call import Call
+from autopar.rules.loss import MEAN, NONE, SUM, probabilities
 
 aten = torch.ops.aten
 
@@ -56,6 +59,18 @@ class Emitter:
         value = self.call.arg(name)
         return self.values[value] if isinstance(value, Node) else value
 
+    def again(self, *, like: str = "", **changes: Any) -> Node:
+        """The call itself with some arguments changed by schema name."""
+        args, kwargs = torch.fx.node.map_arg((self.node.args, dict(self.node.kwargs)), self.values.__getitem__)
+        args, kwargs = list(args), dict(kwargs)
+        for position, argument in enumerate(self.call.target._schema.arguments):
+            if argument.name in changes:
+                if position < len(args):
+                    args[position] = changes[argument.name]
+                else:
+                    kwargs[argument.name] = changes[argument.name]
+        return self.emit(self.node.target, *args, like=like, **kwargs)
+
     def emit(self, target: Any, *args: Any, like: str = "", **kwargs: Any) -> Node:
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {k: v for k, v in self.node.meta.items() if k != "val"}
@@ -77,17 +92,39 @@ def _packet(node: Node) -> str:
     return schema.name if schema is not None else ""
 
 
-def _cross_entropy(e: Emitter) -> Node | None:
-    """Mean over index targets: sum / number of targets that count. Weighted and probability targets stay as they are."""
-    call = e.call
-    if call.arg("reduction", 1) != 1 or call.arg("weight") is not None or call.shape("target") == call.shape("self"):
+def _classification(e: Emitter) -> Node | None:
+    """cross_entropy_loss, nll_loss: a mean is the sum over / the number (or weight) of the targets that count."""
+    if e.call.arg("reduction", MEAN) != MEAN:
         return None
-    ignore = int(call.arg("ignore_index", -100))
-    smoothing = float(call.arg("label_smoothing", 0.0))
-    total = e.emit(aten.cross_entropy_loss.default, e.new("self"), e.new("target"), None, 2, ignore, smoothing, like="sum")
-    valid = e.emit(aten.ne.Scalar, e.new("target"), ignore, like="valid")
-    count = e.emit(aten.sum.default, valid, like="count")
-    return e.emit(aten.div.Tensor, total, count)
+    if e.node.meta["val"].dtype in (torch.float16, torch.bfloat16):  # a sum over many tokens may overflow
+        rows = e.emit(aten.to.dtype, e.again(reduction=NONE, like="rows"), torch.float32, like="wide")
+        total = e.emit(aten.sum.default, rows, like="sum")
+        return e.emit(aten.to.dtype, e.emit(aten.div.Tensor, total, _count(e), like="mean"), e.node.meta["val"].dtype)
+    return e.emit(aten.div.Tensor, e.again(reduction=SUM, like="sum"), _count(e))
+
+
+def _count(e: Emitter) -> Node | int:
+    call = e.call
+    logits = call.shape("self")
+    assert logits is not None
+    if probabilities(call):
+        return math.prod(logits) // max(logits[1 if len(logits) > 1 else 0], 1)
+    target = e.new("target")
+    valid = e.emit(aten.ne.Scalar, target, int(call.arg("ignore_index", -100)), like="valid")
+    if call.arg("weight") is None:
+        return e.emit(aten.sum.default, valid, like="count")
+    known = e.emit(aten.mul.Tensor, target, valid, like="known")
+    weights = e.emit(aten.index.Tensor, e.new("weight"), [known], like="weight")
+    return e.emit(aten.sum.default, e.emit(aten.mul.Tensor, weights, valid, like="counted"), like="count")
+
+
+def _unreduced(e: Emitter) -> Node | None:
+    """Losses of single elements or samples: reduced by ops of their own, whose rules know the global count."""
+    reduction = e.call.arg("reduction", MEAN)
+    if reduction == NONE:
+        return None
+    rows = e.again(reduction=NONE, like="rows")
+    return e.emit(aten.mean.default if reduction == MEAN else aten.sum.default, rows)
 
 
 def _dropout(e: Emitter) -> Node | None:
@@ -106,7 +143,8 @@ def _new_filled(value: float | None) -> Callable[[Emitter], Node | None]:
 
 
 REWRITES: dict[str, Callable[[Emitter], Node | None]] = {
-    "aten::cross_entropy_loss": _cross_entropy,
+    **{f"aten::{name}": _classification for name in loss.BY_CLASS},
+    **{f"aten::{name}": _unreduced for name in loss.BY_ROW},
     "aten::dropout": _dropout,
     "aten::new_ones": _new_filled(1),
     "aten::new_zeros": _new_filled(0),
