@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Request:
     settings: Settings
     outputs: str
     strict: bool
+    discover: bool
     dump_dir: str | None
     recompute: tuple[str, ...] = RECOMPUTE
     """Levels of recomputation that may be chosen: `parallelize` can run "none" only."""
@@ -78,12 +79,17 @@ def plan(
     """
     tell = progress or (lambda stage: None)
     if isinstance(mesh, (list, tuple)):
-        requests = [_request(m, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, dump_dir) for m in mesh]
+        requests = [
+            _request(m, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir)
+            for m in mesh
+        ]
         if not requests:
             return []
         prepared = _prepare(model, example_args, example_kwargs, requests[0], tell)
         return [_plan_of(prepared, r, plan, tell) for r in requests]
-    request = _request(mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, dump_dir)
+    request = _request(
+        mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir
+    )
     return _plan_of(_prepare(model, example_args, example_kwargs, request, tell), request, plan, tell)
 
 
@@ -121,6 +127,7 @@ def parallelize(
             tensors; "gather": all plain and global; "shard": all DTensors.
         batch_dims: `{input path: dim}` for inputs whose batch is not dim 0 of the first tensor input.
         strict: an op without a rule is an error instead of being kept whole.
+        discover: try to find the rule of such an op by running it on small shards; the plan's notes say what was found.
         dump_dir: a folder for every stage's program.
     Returns: a `ParallelModule`; make the optimizer from its parameters.
     Raises:  CaptureError, UnsupportedOpError, MeshError, PlanError, InfeasibleError, RuntimeMismatchError, on every rank; TypeError without an example.
@@ -130,9 +137,13 @@ def parallelize(
     world = connect_world(topology)
 
     def begin() -> tuple[Request, Prepared]:
-        request = _request(mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, dump_dir)
+        request = _request(
+            mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir
+        )
         if request.settings.precision not in (None, "fp32"):
-            raise PlanError(f"precision={precision!r}: this version plans in mixed precision but runs in the model's own; cast the model, e.g. model.bfloat16()")
+            raise PlanError(
+                f"precision={precision!r}: this version plans in mixed precision but runs in the model's own; cast the model, e.g. model.bfloat16()"
+            )
         return request, _prepare(model, example_args, example_kwargs, request, lambda stage: None)
 
     if topology.size == 1:
@@ -150,7 +161,9 @@ def _views(prepared: Prepared) -> dict[str, int]:
     inputs = [(parts[s.node].shape, prepared.analysis.dtypes[s.node]) for s in program.sources if s.kind == "input"]
     return {
         "version of torch": digest(torch.__version__),
-        "model (names and shapes)": digest(repr(sorted((s.path, s.kind, parts[s.node].shape) for s in program.sources if s.kind != "input"))),
+        "model (names and shapes)": digest(
+            repr(sorted((s.path, s.kind, parts[s.node].shape) for s in program.sources if s.kind != "input"))
+        ),
         "example inputs (shapes and dtypes)": digest(repr(inputs)),
     }
 
@@ -174,18 +187,30 @@ class _WithLoss(nn.Module):
 
 
 def _request(
-    mesh: Any, pin: Mapping[str, Any] | None, memory: Any, precision: Any, optimizer: str | int, outputs: str, batch_dims: Mapping[str, int] | None, backend: str, strict: bool, dump_dir: str | None
+    mesh: Any,
+    pin: Mapping[str, Any] | None,
+    memory: Any,
+    precision: Any,
+    optimizer: str | int,
+    outputs: str,
+    batch_dims: Mapping[str, int] | None,
+    backend: str,
+    strict: bool,
+    discover: bool,
+    dump_dir: str | None,
 ) -> Request:
     if backend not in BACKENDS:
         raise PlanError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     if backend in ("aot", "inductor"):
-        raise PlanError(f"backend={backend!r}: this version of autopar has the eager backend only; pass backend='eager' or 'auto'")
+        raise PlanError(
+            f"backend={backend!r}: this version of autopar has the eager backend only; pass backend='eager' or 'auto'"
+        )
     topology, pinned = topology_of(mesh)
     pins = parse_pins({**pinned, **(pin or {})})
     profile = load_profile(topology.device)
     check_data_axis(pins, topology)
     settings = Settings(pins, usable_bytes(profile, memory), optimizer, precision_name(precision), batch_dims)
-    return Request(topology, profile, settings, outputs, strict, dump_dir)
+    return Request(topology, profile, settings, outputs, strict, discover, dump_dir)
 
 
 def check_data_axis(pins: Pins, topology: Mesh) -> None:
@@ -194,7 +219,9 @@ def check_data_axis(pins: Pins, topology: Mesh) -> None:
     for role, degree in pins.degrees.items():
         other *= degree if role not in ("dp", "cp") else 1
     if pins.zero and topology.size // other == 1:
-        raise PlanError(f"pin zero={pins.zero}: ZeRO shards over data axes, and the pins {dict(pins.given)} leave none on a mesh of {topology.size}")
+        raise PlanError(
+            f"pin zero={pins.zero}: ZeRO shards over data axes, and the pins {dict(pins.given)} leave none on a mesh of {topology.size}"
+        )
 
 
 def topology_of(mesh: Any) -> tuple[Mesh, dict[str, int]]:
@@ -208,7 +235,7 @@ def topology_of(mesh: Any) -> tuple[Mesh, dict[str, int]]:
 
 
 def precision_name(precision: Any) -> str | None:
-    """"fp32", "bf16" or "fp16" of a name or a `MixedPrecisionPolicy`. Raises: PlanError."""
+    """ "fp32", "bf16" or "fp16" of a name or a `MixedPrecisionPolicy`. Raises: PlanError."""
     if precision is None or isinstance(precision, str):
         if precision not in (None, "fp32", "bf16", "fp16"):
             raise PlanError(f"precision={precision!r}: must be fp32, bf16, fp16 or a MixedPrecisionPolicy")
@@ -220,10 +247,26 @@ def precision_name(precision: Any) -> str | None:
     return names[dtype]
 
 
-def _prepare(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, request: Request, tell: Callable[[str], None]) -> Prepared:
+def _prepare(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    request: Request,
+    tell: Callable[[str], None],
+) -> Prepared:
     args, made = example_of(model, args, kwargs)
     dump = Dump(request.dump_dir) if _writes_dumps() else None
-    return prepare(model, args, made, name=_name(model), outputs=request.outputs, strict=request.strict, dump=dump, progress=tell)
+    return prepare(
+        model,
+        args,
+        made,
+        name=_name(model),
+        outputs=request.outputs,
+        strict=request.strict,
+        discover=request.discover,
+        dump=dump,
+        progress=tell,
+    )
 
 
 def _writes_dumps() -> bool:
@@ -234,12 +277,18 @@ def _name(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _plan_of(prepared: Prepared, request: Request, given: Plan | str | os.PathLike[str] | None, tell: Callable[[str], None]) -> Plan:
+def _plan_of(
+    prepared: Prepared, request: Request, given: Plan | str | os.PathLike[str] | None, tell: Callable[[str], None]
+) -> Plan:
     if given is None:
-        return choose(prepared, request.topology, request.profile, request.settings, recompute=request.recompute, progress=tell)
+        return choose(
+            prepared, request.topology, request.profile, request.settings, recompute=request.recompute, progress=tell
+        )
     found = given if isinstance(given, Plan) else Plan.load(given)
     if tuple(found.mesh["shape"]) != request.topology.shape:
-        raise PlanError(f"the plan is for a mesh {'x'.join(map(str, found.mesh['shape']))}, not {request.topology}; plan for this mesh, or pass that one")
+        raise PlanError(
+            f"the plan is for a mesh {'x'.join(map(str, found.mesh['shape']))}, not {request.topology}; plan for this mesh, or pass that one"
+        )
     carry_out(prepared, found, request.profile, request.settings)
     return found
 
@@ -270,14 +319,24 @@ def _build_module(model: nn.Module, prepared: Prepared, request: Request, chosen
     state, persistent, shards = _shard_state(prepared, decisions.sources, mesh)
     OLD_PARAMETERS.add(p for p in model.parameters())
     lowering = _Lowering(skeleton(model), prepared, request, chosen, mesh)
-    lowering.first = lower(prepared, decisions, logical, request.profile, mesh.coordinate, mesh.device, dump=Dump(request.dump_dir) if mesh.rank == 0 and request.dump_dir else None)
+    lowering.first = lower(
+        prepared,
+        decisions,
+        logical,
+        request.profile,
+        mesh.coordinate,
+        mesh.device,
+        dump=Dump(request.dump_dir) if mesh.rank == 0 and request.dump_dir else None,
+    )
     _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)
     batch_axes = tuple(a.name for a, role in zip(logical.axes, roles, strict=True) if role == "dp")
     module = ParallelModule(chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes)
     return module.train(model.training)
 
 
-def _shard_state(prepared: Prepared, layouts: Mapping[str, Any], mesh: ProcessMesh) -> tuple[dict[str, torch.Tensor], dict[str, bool], dict[str, Any]]:
+def _shard_state(
+    prepared: Prepared, layouts: Mapping[str, Any], mesh: ProcessMesh
+) -> tuple[dict[str, torch.Tensor], dict[str, bool], dict[str, Any]]:
     state: dict[str, torch.Tensor] = {}
     persistent: dict[str, bool] = {}
     shards: dict[str, Any] = {}
@@ -285,7 +344,9 @@ def _shard_state(prepared: Prepared, layouts: Mapping[str, Any], mesh: ProcessMe
         if source.kind == "parameter":
             parts = prepared.analysis.parts[source.node]
             layout = layouts[source.node]
-            state[source.path] = shard_parameter(prepared.program.state[source.path], parts, layout, mesh, source.trainable)
+            state[source.path] = shard_parameter(
+                prepared.program.state[source.path], parts, layout, mesh, source.trainable
+            )
             shards[source.path] = (parts, layout)
         elif source.kind == "buffer":
             value = prepared.program.state[source.path]
@@ -323,7 +384,15 @@ class _Lowering:
         if first is not None and self._matches(args, kwargs, training):
             return first
         self.model.train(training)
-        prepared = prepare(self.model, args, kwargs, name=_name(self.model), outputs=self.request.outputs, strict=self.request.strict)
+        prepared = prepare(
+            self.model,
+            args,
+            kwargs,
+            name=_name(self.model),
+            outputs=self.request.outputs,
+            strict=self.request.strict,
+            discover=self.request.discover,
+        )
         found, decisions = carry_out(prepared, self.plan, self.request.profile, self.request.settings)
         return lower(prepared, decisions, found.mesh, self.request.profile, self.mesh.coordinate, self.mesh.device)
 
@@ -337,12 +406,13 @@ class _Lowering:
             return False
         values = [x for x, tensor in zip(leaves, program.in_tensors, strict=True) if not tensor]
         known = [x for x, tensor in zip(program.in_values, program.in_tensors, strict=True) if not tensor]
-        if values != known or any(isinstance(x, torch.Tensor) != t for x, t in zip(leaves, program.in_tensors, strict=True)):
+        if values != known or any(
+            isinstance(x, torch.Tensor) != t for x, t in zip(leaves, program.in_tensors, strict=True)
+        ):
             return False
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         nodes = [s.node for s in program.sources if s.kind == "input"]
         return all(
-            tuple(x.shape) == self_prepared.analysis.parts[n].shape and x.dtype == self_prepared.analysis.dtypes[n] for x, n in zip(tensors, nodes, strict=True)
+            tuple(x.shape) == self_prepared.analysis.parts[n].shape and x.dtype == self_prepared.analysis.dtypes[n]
+            for x, n in zip(tensors, nodes, strict=True)
         )
-
-

@@ -135,7 +135,9 @@ def part_offset(parts: Parts, layout: Layout, sizes: tuple[int, ...], coordinate
     return offset
 
 
-def shard_of(full: torch.Tensor, parts: Parts, layout: Layout, sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> torch.Tensor:
+def shard_of(
+    full: torch.Tensor, parts: Parts, layout: Layout, sizes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> torch.Tensor:
     """The shard of a full tensor that lies at `coordinate`; P keeps the value at index 0 and zeros elsewhere."""
     out = full.reshape(parts.flat)
     for axis, placement in enumerate(layout):
@@ -184,4 +186,6 @@ def moved_bytes(primitive: str, full_bytes: float, ranks: int) -> float:
     (full_bytes is then the local buffer), the others nothing.
     """
     share = (ranks - 1) / ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}.get(primitive, 0.0) * full_bytes
+    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}.get(
+        primitive, 0.0
+    ) * full_bytes

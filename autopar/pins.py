@@ -84,8 +84,21 @@ def parse_pins(pin: Mapping[str, Any] | None) -> Pins:
         elif isinstance(value, Mapping):
             layouts.append((key, _placements(key, value)))
         else:
-            known = [*ROLES, "zero", "sp", "schedule", "virtual_stages", "microbatches", "recompute", "stages", "zero_ranks", "offload"]
-            raise PlanError(f"pin {key}={value!r}: no such pin; known are {', '.join(known)}, and parameter patterns with a layout")
+            known = [
+                *ROLES,
+                "zero",
+                "sp",
+                "schedule",
+                "virtual_stages",
+                "microbatches",
+                "recompute",
+                "stages",
+                "zero_ranks",
+                "offload",
+            ]
+            raise PlanError(
+                f"pin {key}={value!r}: no such pin; known are {', '.join(known)}, and parameter patterns with a layout"
+            )
         possible = NOT_YET.get(key)
         if possible is not None and value not in possible:
             instead = f"; it can keep {', '.join(map(str, possible))}" if possible else ""
@@ -108,5 +121,7 @@ def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
 def _placements(pattern: str, value: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     for axis, placement in value.items():
         if not isinstance(placement, str) or not _PLACEMENT.fullmatch(placement.replace(" ", "")):
-            raise PlanError(f'pin "{pattern}"[{axis!r}]={placement!r}: a parameter lies as "I", "S(dim)" or "S(dim,blocks)" on an axis')
+            raise PlanError(
+                f'pin "{pattern}"[{axis!r}]={placement!r}: a parameter lies as "I", "S(dim)" or "S(dim,blocks)" on an axis'
+            )
     return tuple((axis, placement.replace(" ", "")) for axis, placement in value.items())

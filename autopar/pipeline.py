@@ -22,11 +22,14 @@ from autopar.dump import Dump
 from autopar.layout import Layout, Parts
 from autopar.mesh import LogicalMesh, Mesh, factor_axes
 from autopar.outputs import output_kinds
+from autopar.passes.check import check_layouts
 from autopar.passes.normalize import Normalize
 from autopar.passes.shard import Decisions, Shard
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.rules import rule_of
 from autopar.rules.analyse import Analysis, analyse
+from autopar.rules.discover import Discover
 from autopar.runtime.module import Lowered
 from autopar.solver.build import Settings
 from autopar.solver.decide import decide
@@ -61,7 +64,16 @@ class Prepared:
 
 
 def prepare(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str, outputs: str, strict: bool = False, dump: Dump | None = None, progress: Progress = _silent
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    outputs: str,
+    strict: bool = False,
+    discover: bool = False,
+    dump: Dump | None = None,
+    progress: Progress = _silent,
 ) -> Prepared:
     """Capture and analyse."""
     started = time.perf_counter()
@@ -72,7 +84,10 @@ def prepare(
     program = Normalize().run(program)
     _write(dump, "normalize", program)
     progress("analyse")
-    analysis = analyse(program, strict=strict)
+    rules = Discover() if discover else None
+    analysis = analyse(program, rules=rules or rule_of, strict=strict)
+    if rules is not None:
+        analysis = replace(analysis, notes=tuple(rules.notes))
     return Prepared(analysis, output_kinds(program, analysis.grads, outputs), time.perf_counter() - started)
 
 
@@ -80,29 +95,47 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 def choose(
-    prepared: Prepared, topology: Mesh, profile: Profile, settings: Settings, *, recompute: tuple[str, ...] = RECOMPUTE, progress: Progress = _silent
+    prepared: Prepared,
+    topology: Mesh,
+    profile: Profile,
+    settings: Settings,
+    *,
+    recompute: tuple[str, ...] = RECOMPUTE,
+    progress: Progress = _silent,
 ) -> Plan:
     """Price and solve; the best plan. recompute: the levels that may be chosen."""
     progress("solve")
     started = time.perf_counter()
     levels = (settings.pins.recompute,) if settings.pins.recompute is not None else recompute
     found = search(prepared.analysis, topology, profile, settings, prepared.sinks, levels=levels)
-    return make_plan(prepared.analysis, found, settings, prepared.sinks, prepared.capture_s, time.perf_counter() - started)
+    return make_plan(
+        prepared.analysis, found, settings, prepared.sinks, prepared.capture_s, time.perf_counter() - started
+    )
 
 
 def carry_out(prepared: Prepared, plan: Plan, profile: Profile, settings: Settings) -> tuple[Found, Decisions]:
     """A plan's decisions for this capture; ops that the plan does not name are chosen around the others."""
     mesh = mesh_of(plan)
-    found = on_axes(prepared.analysis, mesh, profile, replace(settings, fixed=fixed_of(plan, prepared.analysis)), prepared.sinks)
+    found = on_axes(
+        prepared.analysis, mesh, profile, replace(settings, fixed=fixed_of(plan, prepared.analysis)), prepared.sinks
+    )
     return found, decide(found.built, found.solution.options, prepared.sinks)
 
 
 def lower(
-    prepared: Prepared, decisions: Decisions, mesh: LogicalMesh, profile: Profile, coordinate: tuple[int, ...], device: torch.device, *, dump: Dump | None = None
+    prepared: Prepared,
+    decisions: Decisions,
+    mesh: LogicalMesh,
+    profile: Profile,
+    coordinate: tuple[int, ...],
+    device: torch.device,
+    *,
+    dump: Dump | None = None,
 ) -> Lowered:
     """The program of one rank, ready to run."""
     program = Shard(prepared.analysis, decisions, mesh, profile, coordinate).run(prepared.program)
     _write(dump, "shard", program)
+    check_layouts(program, prepared.analysis, mesh, coordinate)
     graph = on_device(program.graph, device)
     return Lowered(replace(program, graph=graph), GraphModule(nn.Module(), graph), sinks_of(prepared, decisions, mesh))
 
@@ -113,7 +146,10 @@ def sinks_of(prepared: Prepared, decisions: Decisions, mesh: LogicalMesh) -> dic
     from autopar.solver.build import sink_values
 
     whole = (I,) * len(mesh.axes)
-    return {i: (prepared.analysis.parts[v], decisions.outputs.get(i, whole), prepared.kinds[i]) for i, v in sink_values(prepared.analysis)}
+    return {
+        i: (prepared.analysis.parts[v], decisions.outputs.get(i, whole), prepared.kinds[i])
+        for i, v in sink_values(prepared.analysis)
+    }
 
 
 def on_device(graph: Graph, device: torch.device) -> Graph:

@@ -1,9 +1,9 @@
 """Seconds and bytes of one op under each of its strategies, and of a parameter under each way to store it.
 
-    forward   launch + max(flop / rate, bytes moved / bandwidth), of the largest shard
-    backward  the same with 2 x flop for contractions (a product for each input that takes a gradient), 2.5 x for
-              attention, and as many bytes again as forward plus one gradient for each input
-    update    optimizer traffic of the local parameter: weights, gradient and states read, weights and states written
+forward   launch + max(flop / rate, bytes moved / bandwidth), of the largest shard
+backward  the same with 2 x flop for contractions (a product for each input that takes a gradient), 2.5 x for
+          attention, and as many bytes again as forward plus one gradient for each input
+update    optimizer traffic of the local parameter: weights, gradient and states read, weights and states written
 """
 
 from __future__ import annotations
@@ -64,15 +64,23 @@ def price_op(
         out_sizes = [_local_bytes(p, d, layout, mesh) for (p, d), layout in zip(outs, strategy.outs, strict=True)]
         moved[i] = 0.0 if rule.view else sum(sizes) + sum(out_sizes)
         for total_s, backward in ((comm_forward, False), (comm, differentiable)):
-            total_s[i] = _distributed_s(rule, strategy, by_name, outs[0][1] if outs else torch.float32, backward, mesh, profile)
+            total_s[i] = _distributed_s(
+                rule, strategy, by_name, outs[0][1] if outs else torch.float32, backward, mesh, profile
+            )
         narrow[i] = _narrowest(rule, strategy, by_name, mesh)
     dtype = outs[0][1] if outs else torch.float32
     # a view launches nothing, so it costs nothing
-    forward = np.zeros(n) if rule.view else np.asarray(op_s(flop, moved, dtype, profile, min_dim=narrow if rule.flop else None))
+    forward = (
+        np.zeros(n)
+        if rule.view
+        else np.asarray(op_s(flop, moved, dtype, profile, min_dim=narrow if rule.flop else None))
+    )
     total = forward
     if differentiable and not rule.view:
         times = (2.5 if attention else float(min(2, sum(in_grads)))) if rule.flop else 0.0
-        total = forward + np.asarray(op_s(times * flop, 2 * moved, dtype, profile, min_dim=narrow if rule.flop else None))
+        total = forward + np.asarray(
+            op_s(times * flop, 2 * moved, dtype, profile, min_dim=narrow if rule.flop else None)
+        )
     return OpPrice(total, comm, flop, moved, forward + comm_forward)
 
 
@@ -81,7 +89,7 @@ def share(strategy: Strategy, factors: Mapping[str, Factor], mesh: LogicalMesh) 
     out = 1.0
     left = {name: f.size for name, f in factors.items()}
     for axis, option in enumerate(strategy.options):
-        if option in left and left[option]:
+        if left.get(option):
             size = chunk(left[option], mesh.axes[axis].size, 0)[1]
             out *= size / left[option]
             left[option] = size
@@ -106,7 +114,13 @@ def _local_bytes(parts: Parts, dtype: torch.dtype, layout: Layout, mesh: Logical
 
 
 def _distributed_s(
-    rule: Rule, strategy: Strategy, factors: Mapping[str, Factor], dtype: torch.dtype, backward: bool, mesh: LogicalMesh, profile: Profile
+    rule: Rule,
+    strategy: Strategy,
+    factors: Mapping[str, Factor],
+    dtype: torch.dtype,
+    backward: bool,
+    mesh: LogicalMesh,
+    profile: Profile,
 ) -> float:
     """Seconds of the collectives inside a distributed strategy."""
     total = 0.0
@@ -134,7 +148,14 @@ class StoragePrice:
 
 
 def price_storage(
-    parts: Parts, dtype: torch.dtype, trainable: bool, layouts: Sequence[Layout], mesh: LogicalMesh, profile: Profile, optimizer: str | int, precision: str | None
+    parts: Parts,
+    dtype: torch.dtype,
+    trainable: bool,
+    layouts: Sequence[Layout],
+    mesh: LogicalMesh,
+    profile: Profile,
+    optimizer: str | int,
+    precision: str | None,
 ) -> StoragePrice:
     """Bytes of weights, gradient and optimizer states, and the seconds of the optimizer step, for each layout."""
     elements = np.array([largest_local_parts(parts, layout, mesh.sizes).numel for layout in layouts], dtype=np.float64)

@@ -56,12 +56,20 @@ class Routes:
 
 @functools.lru_cache(maxsize=4096)
 def routes(
-    parts: Parts, element_bytes: int, takes_gradient: bool, cut: tuple[int, ...], mesh: LogicalMesh, profile: Profile, forwards: int = 1
+    parts: Parts,
+    element_bytes: int,
+    takes_gradient: bool,
+    cut: tuple[int, ...],
+    mesh: LogicalMesh,
+    profile: Profile,
+    forwards: int = 1,
 ) -> Routes:
     """Routes of a value. cut: the flat parts that some layout cuts; others stay whole. forwards: 2 where the backward makes the transition again."""
     kinds = [I, P, *([R] if takes_gradient else []), *(S(part) for part in cut)]
     states = tuple(itertools.product(kinds, repeat=len(mesh.axes)))
-    codes = np.array(list(itertools.product(range(len(kinds)), repeat=len(mesh.axes))), dtype=np.int64).reshape(len(states), len(mesh.axes))
+    codes = np.array(list(itertools.product(range(len(kinds)), repeat=len(mesh.axes))), dtype=np.int64).reshape(
+        len(states), len(mesh.axes)
+    )
     step = np.full((len(states), len(states)), np.inf)
     np.fill_diagonal(step, 0.0)
     for axis, logical in enumerate(mesh.axes):
@@ -101,10 +109,16 @@ class _Price:
     axis: Axis
     profile: Profile
 
-    def transition_s(self, source: Placement, target: Placement, uncut_bytes: Floats, takes_gradient: bool, forwards: int) -> Floats:
+    def transition_s(
+        self, source: Placement, target: Placement, uncut_bytes: Floats, takes_gradient: bool, forwards: int
+    ) -> Floats:
         """Forward and backward, for buffers of these sizes when the axis does not cut them."""
         forward = forwards * self.primitive_s(TRANSITIONS[source.kind, target.kind].forward, uncut_bytes)
-        return forward + self.primitive_s(TRANSITIONS[source.kind, target.kind].backward, uncut_bytes) if takes_gradient else forward
+        return (
+            forward + self.primitive_s(TRANSITIONS[source.kind, target.kind].backward, uncut_bytes)
+            if takes_gradient
+            else forward
+        )
 
     def primitive_s(self, primitive: str, uncut_bytes: Floats) -> Floats:
         if primitive == "nothing":

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 
 from autopar.rules.analyse import Analysis, Op
 
-PRODUCTS = frozenset("mul linear matmul mm bmm mv dot addmm baddbmm embedding index gather masked_fill where outer einsum div".split())
+PRODUCTS = frozenset(
+    "mul linear matmul mm bmm mv dot addmm baddbmm embedding index gather masked_fill where outer einsum div".split()
+)
 """Ops whose derivative by one input needs only the other inputs."""
 
 

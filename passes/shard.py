@@ -119,13 +119,22 @@ class _Writer:
     def routes(self, value: str, *layouts: Layout) -> Routes:
         analysis = self.shard.analysis
         cut = tuple(sorted({p.part for layout in layouts for p in layout if p.kind == "S"}))
-        return routes(analysis.parts[value], element_bytes(analysis.dtypes[value]), analysis.grads[value], cut, self.shard.mesh, self.shard.profile)
+        return routes(
+            analysis.parts[value],
+            element_bytes(analysis.dtypes[value]),
+            analysis.grads[value],
+            cut,
+            self.shard.mesh,
+            self.shard.profile,
+        )
 
     def uncut(self, parts: Parts, layout: Layout, axis: int) -> tuple[tuple[int, ...], ...]:
         without = (*layout[:axis], I, *layout[axis + 1 :])
         return local_parts(parts, without, self.sizes, self.shard.coordinate).dims
 
-    def move(self, node: Node, axis: int, source: Placement, target: Placement, uncut: tuple[tuple[int, ...], ...]) -> Node:
+    def move(
+        self, node: Node, axis: int, source: Placement, target: Placement, uncut: tuple[tuple[int, ...], ...]
+    ) -> Node:
         args = (node, self.shard.mesh.axes[axis].name, _text(source), _text(target))
         if "S" in (source.kind, target.kind):
             args = (*args, uncut)
@@ -173,7 +182,11 @@ class _Writer:
         )
         split = any(option in op.by_name for option in strategy.options)
         made = op.rule.local(context) if op.rule.local is not None and split else context.same()
-        outs = self.items(made, len(op.outs)) if len(op.outs) != 1 or isinstance(op.node.meta["val"], (tuple, list)) else [made]
+        outs = (
+            self.items(made, len(op.outs))
+            if len(op.outs) != 1 or isinstance(op.node.meta["val"], (tuple, list))
+            else [made]
+        )
         for value, layout, node in zip(op.outs, strategy.outs, outs, strict=True):
             self.put(value, layout, node)
 

@@ -21,8 +21,22 @@ from autopar.rules import rule_of, whole_rule
 from autopar.rules.call import is_getitem, tensor_inputs
 from autopar.rules.refine import Factor, Operands, refine
 from autopar.rules.rule import Rule
+from autopar.user_function import op_text
 
-STOPS_GRADIENT = frozenset({"detach", "argmax", "argmin", "bernoulli", "rand_like", "randn_like", "zeros_like", "ones_like", "full_like", "sign"})
+STOPS_GRADIENT = frozenset(
+    {
+        "detach",
+        "argmax",
+        "argmin",
+        "bernoulli",
+        "rand_like",
+        "randn_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "sign",
+    }
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +71,8 @@ class Analysis:
     dtypes: Mapping[str, torch.dtype]
     grads: Mapping[str, bool]
     """Does this value take a gradient?"""
+    notes: tuple[str, ...] = ()
+    """What a person should know of how the rules were found."""
 
     @cached_property
     def users(self) -> dict[str, list[tuple[str, int]]]:
@@ -80,7 +96,9 @@ class Analysis:
 
         for op in self.ops.values():
             for factor in op.factors:
-                places = [(v, p) for v, p in zip((*op.ins, *op.outs), (*factor.ins, *factor.outs), strict=True) if p >= 0]
+                places = [
+                    (v, p) for v, p in zip((*op.ins, *op.outs), (*factor.ins, *factor.outs), strict=True) if p >= 0
+                ]
                 root = find(places[0])
                 for place in places[1:]:
                     parent[find(place)] = root
@@ -89,7 +107,9 @@ class Analysis:
 
     def factor_class(self, op: Op, factor: Factor) -> int:
         """The class of the parts a factor cuts."""
-        value, part = next((v, p) for v, p in zip((*op.ins, *op.outs), (*factor.ins, *factor.outs), strict=True) if p >= 0)
+        value, part = next(
+            (v, p) for v, p in zip((*op.ins, *op.outs), (*factor.ins, *factor.outs), strict=True) if p >= 0
+        )
         return self.classes[value, part]
 
 
@@ -140,7 +160,9 @@ def analyse(program: Program, *, rules: Callable[[Node], Rule | None] = rule_of,
         if rule is not None:
             ruled.add(node.name)
         elif strict:
-            raise UnsupportedOpError(f"{record(node).where or node.name}: {node.target} has no rule, so it would be kept whole; register one with autopar.register_rule, or pass strict=False")
+            raise UnsupportedOpError(
+                f"{record(node).where or node.name}: {op_text(node)} has no rule, so it would be kept whole; register one with autopar.register_rule, or pass strict=False"
+            )
         takes = any(grads[v] for v in ins) and _name(node) not in STOPS_GRADIENT
         for name, value in zip(names, values, strict=True):
             grads[name] = takes and (value.dtype.is_floating_point or value.dtype.is_complex)

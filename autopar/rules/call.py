@@ -66,7 +66,9 @@ class Call:
     def named_inputs(self) -> Iterator[str]:
         """For each tensor input the schema name of the argument it came in."""
         for position, argument in enumerate(self.target._schema.arguments):
-            value = self.node.kwargs.get(argument.name, self.node.args[position] if position < len(self.node.args) else None)
+            value = self.node.kwargs.get(
+                argument.name, self.node.args[position] if position < len(self.node.args) else None
+            )
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
                     yield argument.name

@@ -84,7 +84,11 @@ def _share(rule: Rule, operand: Operands, bounds: dict[str, list[set[int]]]) -> 
     places = [(v, d, list(_intervals(rule, dim))) for v, d, dim in _occurrences(rule, operand)]
     for value, d, letters in places:
         for letter, inner, size in letters:
-            inside[letter] |= {q // inner for q in bounds[value][d] if q % inner == 0 and inner < q < inner * size and size % (q // inner) == 0}
+            inside[letter] |= {
+                q // inner
+                for q in bounds[value][d]
+                if q % inner == 0 and inner < q < inner * size and size % (q // inner) == 0
+            }
     changed: set[str] = set()
     for value, d, letters in places:
         chain = bounds[value][d]
@@ -139,7 +143,16 @@ def _factors(rule: Rule, operand: Operands, parts: Mapping[str, Parts]) -> tuple
             if size > 1 and not (letter in rule.contiguous and k):
                 where = [found[i][0] + k if i in found else -1 for i in range(len(values))]
                 name = letter if len(sizes) == 1 else f"{letter}.{k}"
-                factors.append(Factor(name, letter, size, tuple(where[:n_in]), tuple(where[n_in:]), len(sizes) > 1 and k == len(sizes) - 1))
+                factors.append(
+                    Factor(
+                        name,
+                        letter,
+                        size,
+                        tuple(where[:n_in]),
+                        tuple(where[n_in:]),
+                        len(sizes) > 1 and k == len(sizes) - 1,
+                    )
+                )
     return tuple(factors)
 
 

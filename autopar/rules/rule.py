@@ -63,6 +63,8 @@ class Rule:
     addends: frozenset[int] = frozenset()
     """Inputs added to a sum (a bias): partial, not replicated, where the sum is."""
     distributed: Mapping[str, Distributed] = field(default_factory=dict)
+    linear_backward: bool = True
+    """Is the gradient of a sum of parts the sum of their gradients? Unknown (False) of a user's backward: "R" is then not offered."""
     local: Callable[[Local], object] | None = None
     """Makes the local program of the op; None calls the op itself on shards."""
     flop: float = 0.0
@@ -115,8 +117,12 @@ def parse(
     n_in = len(left.split(","))
     shapes = [tuple(s) for s in (*in_shapes, *out_shapes)]
     if len(specs) != len(shapes) or n_in != len(in_shapes):
-        raise RuleError(f'rule "{notation}" names {n_in} inputs and {len(specs) - n_in} outputs; the op has {len(in_shapes)} and {len(out_shapes)}')
-    leading = max((len(shape) - len(spec) + 1 for spec, shape in zip(specs, shapes, strict=True) if ("...",) in spec), default=0)
+        raise RuleError(
+            f'rule "{notation}" names {n_in} inputs and {len(specs) - n_in} outputs; the op has {len(in_shapes)} and {len(out_shapes)}'
+        )
+    leading = max(
+        (len(shape) - len(spec) + 1 for spec, shape in zip(specs, shapes, strict=True) if ("...",) in spec), default=0
+    )
     known: dict[str, int] = dict(sizes or {})
     expanded: list[list[Dim]] = []
     for spec, shape in zip(specs, shapes, strict=True):
@@ -142,7 +148,9 @@ def parse(
             if dim and size == 1 and _product(known, dim) != 1 and len(dim) == 1:
                 dims.append(())  # broadcast
             elif _product(known, dim) != size:
-                raise RuleError(f'rule "{notation}": dim {" ".join(dim)} has size {_product(known, dim)}, the tensor of shape {shape} has {size}')
+                raise RuleError(
+                    f'rule "{notation}": dim {" ".join(dim)} has size {_product(known, dim)}, the tensor of shape {shape} has {size}'
+                )
             else:
                 dims.append(dim)
         tensors.append(tuple(dims))

@@ -3,7 +3,7 @@
 On each axis an op takes one *option*:
 
     "I"        everything invariant: each rank computes the whole op, gradients included
-    "R"        everything replicated: as I, but each rank's gradient is a part of the sum
+    "R"        everything replicated: as I, but each rank's gradient is a part of the sum; where the backward is linear
     "P0", ...  the inputs of linear set 0, ... partial and the others replicated; outputs partial
     "o", "o.1" a factor (or part 1 of it) is cut
 
@@ -45,19 +45,28 @@ def axis_options(rule: Rule, factors: Sequence[Factor], ranks: int) -> list[str]
     largest shard is at most twice the average one. A factor that must be filled is not offered where a shard would be empty.
     """
     even = {f.letter for f in factors if f.size % ranks == 0}
-    names = ["I", "R", *(f"P{k}" for k in range(len(rule.linear)))]
+    names = [*_uncut(rule), *(f"P{k}" for k in range(len(rule.linear)))]
     for factor in factors:
         if factor.letter in rule.filled and math.ceil(factor.size / ranks) * (ranks - 1) >= factor.size:
             continue
         if factor.size % ranks == 0:
-            if not (factor.innermost and any(f.letter == factor.letter and not f.innermost and f.size % ranks == 0 for f in factors)):
+            if not (
+                factor.innermost
+                and any(f.letter == factor.letter and not f.innermost and f.size % ranks == 0 for f in factors)
+            ):
                 names.append(factor.name)
         elif factor.letter not in even and math.ceil(factor.size / ranks) * ranks <= 2 * factor.size:
             names.append(factor.name)
     return names
 
 
-def placements(rule: Rule, factors: dict[str, Factor], option: str) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+def _uncut(rule: Rule) -> tuple[str, ...]:
+    return ("I", "R") if rule.linear_backward else ("I",)
+
+
+def placements(
+    rule: Rule, factors: dict[str, Factor], option: str
+) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     """Placement of each input and output on one axis under one option."""
     n_in, n_out = len(rule.ins), len(rule.outs)
     if option in ("I", "R"):
@@ -113,10 +122,12 @@ def _layout(placements: Iterator[Placement], takes_gradient: bool) -> Layout:
     return tuple(I if p.kind == "R" and not takes_gradient else p for p in placements)
 
 
-def named(rule: Rule, factors: Sequence[Factor], options: Sequence[str], in_grads: Sequence[bool], out_grads: Sequence[bool]) -> Strategy | None:
+def named(
+    rule: Rule, factors: Sequence[Factor], options: Sequence[str], in_grads: Sequence[bool], out_grads: Sequence[bool]
+) -> Strategy | None:
     """The strategy with these options, or None where the rule does not offer them (another size, another capture)."""
     by_name = {f.name: f for f in factors}
-    known = {"I", "R", *(f"P{k}" for k in range(len(rule.linear))), *by_name}
+    known = {*_uncut(rule), *(f"P{k}" for k in range(len(rule.linear))), *by_name}
     if not known.issuperset(options):
         return None
     rows = [placements(rule, by_name, o) for o in options]

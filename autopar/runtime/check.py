@@ -44,7 +44,9 @@ def agree(views: Mapping[str, int], device: torch.device) -> None:
         different = [r for r in range(len(everyone)) if table[r, column] != table[0, column]]
         if different:
             ranks = ", ".join(map(str, different[:8]))
-            raise RuntimeMismatchError(f"ranks disagree on {what}: rank(s) {ranks} differ from rank 0; give every rank the same {what}")
+            raise RuntimeMismatchError(
+                f"ranks disagree on {what}: rank(s) {ranks} differ from rank 0; give every rank the same {what}"
+            )
 
 
 def same_everywhere(value: int, device: torch.device) -> bool:

@@ -96,7 +96,8 @@ class ParallelModule(nn.Module):
 
     def _lowered(self, leaves: list[Any], spec: Any) -> Lowered:
         described = [
-            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x).__name__, repr(x)) for x in leaves
+            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x).__name__, repr(x))
+            for x in leaves
         ]
         key = (self.training, str(spec), tuple(described))
         self._agree(key, leaves)
@@ -130,7 +131,11 @@ class ParallelModule(nn.Module):
     def _output(self, lowered: Lowered, results: tuple[Any, ...], ref: OutputRef) -> Any:
         parts, layout, kind = lowered.sinks[ref.index]
         value = results[ref.index]
-        return as_dtensor(value, parts, layout, self._mesh) if kind == "shard" and self._mesh.device_mesh is not None else value
+        return (
+            as_dtensor(value, parts, layout, self._mesh)
+            if kind == "shard" and self._mesh.device_mesh is not None
+            else value
+        )
 
     # state
 
@@ -147,7 +152,9 @@ class ParallelModule(nn.Module):
             if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 parts, layout = self._shards[self._state_names.get(name, name)]
                 if tuple(value.shape) == parts.shape:
-                    local = shard_of(value.to(self._mesh.device), parts, layout, self._mesh.logical.sizes, self._mesh.coordinate)
+                    local = shard_of(
+                        value.to(self._mesh.device), parts, layout, self._mesh.logical.sizes, self._mesh.coordinate
+                    )
                     value = as_dtensor(local.clone(), parts, layout, self._mesh)
             ready[name] = value
         return super().load_state_dict(ready, strict=strict, assign=assign)
@@ -163,7 +170,9 @@ class ParallelModule(nn.Module):
 
         placements = [Shard(0) if name in self._batch_axes else Replicate() for name in names]
         mesh = self._mesh.device_mesh
-        return pytree.tree_map_only(torch.Tensor, lambda t: DTensor.from_local(t.to(self._mesh.device), mesh, placements), batch)
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: DTensor.from_local(t.to(self._mesh.device), mesh, placements), batch
+        )
 
     def sampler(self, dataset: Any, **options: Any) -> Any:
         """A `DistributedSampler` that gives each rank its own part of the batch, for use with `shard`."""

@@ -20,7 +20,9 @@ from autopar.layout import Layout, Parts, shard_of
 from autopar.runtime.process_mesh import ProcessMesh, torch_placements
 
 
-def shard_parameter(full: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessMesh, trainable: bool) -> nn.Parameter:
+def shard_parameter(
+    full: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessMesh, trainable: bool
+) -> nn.Parameter:
     """This rank's shard of a full tensor. On meta the shard is made empty, and must be loaded or initialised."""
     at = mesh.coordinate
     if full.is_meta:
@@ -41,7 +43,9 @@ def as_dtensor(local: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessM
     shape = torch.Size(parts.shape)
     stride = torch.empty(shape, device="meta").stride()
     assert mesh.device_mesh is not None
-    return DTensor.from_local(local, mesh.device_mesh, torch_placements(layout, parts), run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local, mesh.device_mesh, torch_placements(layout, parts), run_check=False, shape=shape, stride=stride
+    )
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:

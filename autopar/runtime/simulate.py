@@ -97,7 +97,9 @@ def transfer_all(xs: Sequence[torch.Tensor], source: str, target: str, uncut: Un
         return torch.stack(list(xs)).sum(0)
 
     def gathered() -> torch.Tensor:
-        shards = [x.reshape([chunk(s, n, r)[1] if j == part else s for j, s in enumerate(sizes)]) for r, x in enumerate(xs)]
+        shards = [
+            x.reshape([chunk(s, n, r)[1] if j == part else s for j, s in enumerate(sizes)]) for r, x in enumerate(xs)
+        ]
         return torch.cat(shards, part)
 
     def cut(full: torch.Tensor, r: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ turns its solution into the `Decisions` of the shard pass.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,24 +92,32 @@ def compute_dtype(dtype: torch.dtype, precision: str | None) -> torch.dtype:
     return lower if lower is not None and dtype == torch.float32 else dtype
 
 
-def build(analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sink_layouts: Mapping[int, str]) -> Built:
+def build(
+    analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sink_layouts: Mapping[int, str]
+) -> Built:
     """Set up the choice problem. sink_layouts: for each sink "I" (gathered) or "left" (where it lies)."""
     return _Builder(analysis, mesh, profile, settings, sink_layouts).build()
 
 
 class _Builder:
-    def __init__(self, analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str]) -> None:
+    def __init__(
+        self, analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str]
+    ) -> None:
         self.analysis, self.mesh, self.profile, self.settings, self.sinks = analysis, mesh, profile, settings, sinks
         self.roles = Roles(analysis, mesh, settings.pins, settings.batch_dims or {})
         self.invariant: Layout = (I,) * len(mesh.axes)
-        self.widest = max((analysis.dtypes[s.node].itemsize for s in analysis.program.sources if s.trainable), default=0)
+        self.widest = max(
+            (analysis.dtypes[s.node].itemsize for s in analysis.program.sources if s.trainable), default=0
+        )
         self.sources = analysis.program.by_node
         self.representative = representatives(analysis)
         self.counts: dict[str, int] = defaultdict(int)
         for name in self.representative.values():
             self.counts[name] += 1
         repeated = [c for c in analysis.program.classes if len(c.blocks) > 1]
-        self.block_of = {n: block for c in repeated for block, nodes in zip(c.blocks, c.nodes, strict=True) for n in nodes}
+        self.block_of = {
+            n: block for c in repeated for block, nodes in zip(c.blocks, c.nodes, strict=True) for n in nodes
+        }
         self.repeated = frozenset(self.block_of)
         self.saved = saved_values(analysis, self.roles.weights)
         self.names: list[str] = []
@@ -142,7 +151,9 @@ class _Builder:
             self.storage_choice, self.storage_layouts, self.storage_prices, self.read_choice, self.read_layouts,
         )  # fmt: skip
 
-    def add_choice(self, name: str, cost_s: NDArray[np.float64], memory: NDArray[np.float64], layouts: dict[int, list[Layout]]) -> int:
+    def add_choice(
+        self, name: str, cost_s: NDArray[np.float64], memory: NDArray[np.float64], layouts: dict[int, list[Layout]]
+    ) -> int:
         self.names.append(name)
         self.costs.append(cost_s)
         self.memories.append(memory)
@@ -159,7 +170,15 @@ class _Builder:
         found = [s for s in found if self.exact(op, s)] or found
         found = self.keep_fixed(op, self.keep_required(op, found))
         price = price_op(
-            op.rule, op.factors, found, [self.operand(v) for v in op.ins], [self.operand(v) for v in op.outs], op.in_grads, self.mesh, self.profile, is_attention(op)
+            op.rule,
+            op.factors,
+            found,
+            [self.operand(v) for v in op.ins],
+            [self.operand(v) for v in op.outs],
+            op.in_grads,
+            self.mesh,
+            self.profile,
+            is_attention(op),
         )
         count = self.counts[op.name]
         by_output = {i: [s.outs[i] for s in found] for i in range(len(op.outs))}
@@ -177,7 +196,7 @@ class _Builder:
         if any(n and any(p.kind in "RP" for p in layout) for n, layout in zip(narrow_in, strategy.ins, strict=True)):
             return False
         for value, narrow, layout in zip(op.outs, narrow_out, strategy.outs, strict=True):
-            if narrow and any(p.kind == "R" or p.kind == "P" and self.analysis.parts[value].dims for p in layout):
+            if narrow and any(p.kind == "R" or (p.kind == "P" and self.analysis.parts[value].dims) for p in layout):
                 return False
         return True
 
@@ -196,18 +215,28 @@ class _Builder:
     def keep_fixed(self, op: Op, found: list[Strategy]) -> list[Strategy]:
         """The plan's strategy for this op, where it names one that still exists."""
         fixed = self.settings.fixed
-        options = fixed.ops.get(record(op.node).op) if fixed is not None else None
+        name = record(op.node).op
+        options = fixed.ops.get(name) if fixed is not None else None
+        for option in options or ():
+            letter = option.partition(".")[0]
+            if letter not in op.rule.letters and not re.fullmatch(r"I|R|P\d+", option):
+                known = ", ".join(("I", "R", *op.rule.letters))
+                raise PlanError(f'ops["{name}"].strategy: {option!r} is no option of {op.node.target}; it has {known}')
         return [s for s in found if s.options == options] or found
 
     def recomputed(self, op: Op) -> bool:
         """Does the backward run this op's forward again?"""
         level = self.settings.recompute
-        return op.name in self.repeated and (level == "full" or level == "selective" and not op.rule.flop)
+        return op.name in self.repeated and (level == "full" or (level == "selective" and not op.rule.flop))
 
     def kept_count(self, producer: ValueKey, readers: Sequence[str], count: int) -> int:
         """How many of `count` equal blocks' values live at once: those that are recomputed live one block at a time."""
         op = self.analysis.ops.get(producer[0])
-        inside = op is not None and op.name in self.repeated and all(self.block_of.get(r) == self.block_of.get(op.name) for r in readers)
+        inside = (
+            op is not None
+            and op.name in self.repeated
+            and all(self.block_of.get(r) == self.block_of.get(op.name) for r in readers)
+        )
         return 1 if inside and op is not None and self.recomputed(op) else count
 
     def operand(self, value: str) -> tuple[Parts, torch.dtype]:
@@ -221,10 +250,19 @@ class _Builder:
         if not layouts:
             raise PlanError(f"no way to store parameter {path} keeps the pins {dict(self.settings.pins.given)}")
         price = price_storage(
-            self.analysis.parts[node], self.analysis.dtypes[node], trainable, layouts, self.mesh, self.profile, self.settings.optimizer, self.settings.precision
+            self.analysis.parts[node],
+            self.analysis.dtypes[node],
+            trainable,
+            layouts,
+            self.mesh,
+            self.profile,
+            self.settings.optimizer,
+            self.settings.precision,
         )
         count = self.counts[node]
-        self.storage_choice[node] = self.add_choice(path, price.update_s * count, price.memory_bytes * count, {0: layouts})
+        self.storage_choice[node] = self.add_choice(
+            path, price.update_s * count, price.memory_bytes * count, {0: layouts}
+        )
         self.storage_layouts[node], self.storage_prices[node] = layouts, price
 
     def storage_allowed(self, node: str, path: str, layout: Layout) -> bool:
@@ -267,7 +305,10 @@ class _Builder:
     def add_group(self, producer: ValueKey, readers: tuple[tuple[str, int], ...], values: list[str]) -> None:
         """One value (of each of some equal blocks) and all that read it."""
         value, count = values[0], len(values)
-        ends = [(self.op_choice[op], [s.ins[position] for s in self.op_strategies[op]], op, position) for op, position in readers]
+        ends = [
+            (self.op_choice[op], [s.ins[position] for s in self.op_strategies[op]], op, position)
+            for op, position in readers
+        ]
         saved = value in self.saved
         kept = self.kept_count(producer, [op for op, _ in readers], count)
         source = self.source_choice(producer)
@@ -298,7 +339,11 @@ class _Builder:
 
     def fixed_read(self, value: str, domain: list[Layout]) -> list[Layout]:
         """The plan's common read of this value, where it still exists."""
-        wanted = self.settings.fixed.reads.get(stable_name(self.analysis, value)) if self.settings.fixed is not None else None
+        wanted = (
+            self.settings.fixed.reads.get(stable_name(self.analysis, value))
+            if self.settings.fixed is not None
+            else None
+        )
         parts = self.analysis.parts[value]
         return [x for x in domain if wanted is not None and tuple(map(parts.name, x)) == wanted]
 
@@ -321,14 +366,23 @@ class _Builder:
 
     def moved_again(self, value: str, readers: Sequence[tuple[str, int]]) -> bool:
         """Is the transition made again in the backward? Gathered parameters are; so is all that a block recomputes."""
-        return value in self.roles.weights or self.settings.recompute == "full" and all(op in self.repeated for op, _ in readers)
+        return value in self.roles.weights or (
+            self.settings.recompute == "full" and all(op in self.repeated for op, _ in readers)
+        )
 
     def routes(self, value: str, used: tuple[int, ...], forwards: int = 1) -> Routes:
         parts, dtype = self.operand(value)
         return routes(parts, element_bytes(dtype), self.analysis.grads[value], used, self.mesh, self.profile, forwards)
 
     def add_edge(
-        self, source: int, source_layouts: list[Layout], target: int, target_layouts: list[Layout], routing: Routes, count: int, producer: ValueKey | None
+        self,
+        source: int,
+        source_layouts: list[Layout],
+        target: int,
+        target_layouts: list[Layout],
+        routing: Routes,
+        count: int,
+        producer: ValueKey | None,
     ) -> None:
         rows, row_of = _distinct(source_layouts)
         columns, column_of = _distinct(target_layouts)
@@ -357,8 +411,11 @@ class _Builder:
                 continue
             choice, layouts = source
             routing = self.routes(value, self.used_parts(layouts))
-            targets = [self.invariant if self.sinks.get(i, "I") == "I" else left_layout(x) for x in layouts]
-            self.costs[choice] = self.costs[choice] + np.array([routing.between(x, y) for x, y in zip(layouts, targets, strict=True)])
+            left = self.sinks.get(i, "I") == "left"
+            targets = [left_layout(x, self.analysis.parts[value]) if left else self.invariant for x in layouts]
+            self.costs[choice] = self.costs[choice] + np.array(
+                [routing.between(x, y) for x, y in zip(layouts, targets, strict=True)]
+            )
 
     def covers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Each pinned axis must cut at least one op; sp asks for an op cut along the sequence on a tp axis."""
@@ -373,8 +430,13 @@ class _Builder:
                 if s.options[a] in self.analysis.ops[name].by_name
             ]
             if not row:
-                raise PlanError(f"pin {axis.role}={self.settings.pins.degrees[axis.role]} cannot be kept: no op of the model can be cut in {axis.size} on axis '{axis.name}'")
-            if not any(len(found) and all(s.options[a] in self.analysis.ops[n].by_name for s in found) for n, found in self.op_strategies.items()):
+                raise PlanError(
+                    f"pin {axis.role}={self.settings.pins.degrees[axis.role]} cannot be kept: no op of the model can be cut in {axis.size} on axis '{axis.name}'"
+                )
+            if not any(
+                len(found) and all(s.options[a] in self.analysis.ops[n].by_name for s in found)
+                for n, found in self.op_strategies.items()
+            ):
                 out.append(tuple(row))
         if self.settings.pins.sp:
             on = [a for a, axis in enumerate(self.mesh.axes) if axis.role == "tp"]
@@ -402,9 +464,13 @@ def stable_name(analysis: Analysis, value: str) -> str:
     return analysis.program.by_node[name].path
 
 
-def left_layout(layout: Layout) -> Layout:
-    """How an output lies when it is left where it is: shards stay, everything else becomes invariant."""
-    return tuple(p if p.kind == "S" else I for p in layout)
+def left_layout(layout: Layout, parts: Parts) -> Layout:
+    """How an output lies when it is left where it is, as a DTensor: shards of undivided dims stay, all else becomes invariant.
+
+    Shards inside a divided dim are gathered, since users expect the rows of a shard to be neighbours.
+    """
+    whole = {p for p in layout if p.kind == "S" and len(parts.dims[parts.dim_of(p.part)]) == 1}
+    return tuple(p if p in whole else I for p in layout)
 
 
 def sink_values(analysis: Analysis) -> list[tuple[int, str]]:
@@ -433,11 +499,13 @@ def storage_layouts(parts: Parts, mesh: LogicalMesh) -> list[Layout]:
                 others = [p.part for p in layout if p.kind == "S" and parts.dim_of(p.part) == dim]
                 if any(p != part for p in others):
                     continue
-                ranks = axis.size * int(np.prod([a.size for a, p in zip(mesh.axes, layout, strict=False) if p == S(part)]))
+                ranks = axis.size * int(
+                    np.prod([a.size for a, p in zip(mesh.axes, layout, strict=False) if p == S(part)])
+                )
                 single = len([n for n in parts.dims[dim] if n > 1]) == 1
                 even = size > 1 and size % ranks == 0
                 uneven = size > 1 and single and not others and -(-size // ranks) * ranks <= 2 * size
-                if even and (not others or single) or uneven:
+                if (even and (not others or single)) or uneven:
                     longer.append((*layout, S(part)))
         found = longer
     return found
@@ -461,7 +529,12 @@ def representatives(analysis: Analysis) -> dict[str, str]:
         users = analysis.users.get(source.node, [])
         key: object = source.node
         if source.kind == "parameter" and users and len({block_of.get(op) for op, _ in users}) == 1:
-            key = (source.trainable, analysis.parts[source.node], analysis.dtypes[source.node], tuple(sorted((out[op], p) for op, p in users)))
+            key = (
+                source.trainable,
+                analysis.parts[source.node],
+                analysis.dtypes[source.node],
+                tuple(sorted((out[op], p) for op, p in users)),
+            )
         out[source.node] = by_use.setdefault(key, source.node)
     return out
 

@@ -28,13 +28,15 @@ def decide(built: Built, options: Sequence[int], sinks: Mapping[int, str]) -> De
     return Decisions(strategies, sources, reads, output_layouts(built.analysis, strategies, sinks))
 
 
-def output_layouts(analysis: Analysis, strategies: Mapping[str, Strategy], sinks: Mapping[int, str]) -> dict[int, Layout]:
+def output_layouts(
+    analysis: Analysis, strategies: Mapping[str, Strategy], sinks: Mapping[int, str]
+) -> dict[int, Layout]:
     """Layouts of the sinks that are left where they lie."""
     out: dict[int, Layout] = {}
     for i, value in sink_values(analysis):
         name, _, index = value.partition(".")
         if sinks.get(i, "I") == "left" and name in strategies:
-            out[i] = left_layout(strategies[name].outs[int(index or 0)])
+            out[i] = left_layout(strategies[name].outs[int(index or 0)], analysis.parts[value])
     return out
 
 
@@ -52,7 +54,9 @@ class Degrees:
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "cp": self.cp, "ep": self.ep}
 
 
-def degrees(analysis: Analysis, decisions: Decisions, mesh: LogicalMesh, roles: Roles) -> tuple[Degrees, tuple[str, ...]]:
+def degrees(
+    analysis: Analysis, decisions: Decisions, mesh: LogicalMesh, roles: Roles
+) -> tuple[Degrees, tuple[str, ...]]:
     """Degrees read off the decisions, and the role that each axis has (or "none")."""
     product = {"dp": 1, "tp": 1, "cp": 1}
     axis_roles = []
@@ -64,7 +68,11 @@ def degrees(analysis: Analysis, decisions: Decisions, mesh: LogicalMesh, roles: 
             if factor is None:
                 continue
             kind = roles.kind(op, factor)
-            weighted = kind == "dp" or kind == "cp" and is_attention(op) or kind == "tp" and any(v in roles.weights for v in op.ins)
+            weighted = (
+                kind == "dp"
+                or (kind == "cp" and is_attention(op))
+                or (kind == "tp" and any(v in roles.weights for v in op.ins))
+            )
             # an op without products still counts a little, so that a model without any has degrees too
             work[kind] += (op.rule.flop or 1e-3) if weighted else 0.0
         best = max(work, key=lambda k: work[k], default="none")
@@ -108,5 +116,6 @@ def shard_elements(decisions: Decisions, analysis: Analysis, mesh: LogicalMesh) 
     from autopar.layout import largest_local_parts
 
     return sum(
-        math.prod(largest_local_parts(analysis.parts[n], layout, mesh.sizes).flat) for n, layout in decisions.sources.items()
+        math.prod(largest_local_parts(analysis.parts[n], layout, mesh.sizes).flat)
+        for n, layout in decisions.sources.items()
     )

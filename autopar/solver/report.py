@@ -16,9 +16,12 @@ from autopar.solver.build import Built, Fixed, Settings, compute_dtype, stable_n
 from autopar.solver.decide import decide, degrees, model_flop, parameter_zero, zero_level
 from autopar.solver.roles import is_attention
 from autopar.solver.search import Found
+from autopar.user_function import op_text
 
 
-def make_plan(analysis: Analysis, found: Found, settings: Settings, sinks: Mapping[int, str], capture_s: float, total_s: float) -> Plan:
+def make_plan(
+    analysis: Analysis, found: Found, settings: Settings, sinks: Mapping[int, str], capture_s: float, total_s: float
+) -> Plan:
     """Everything that was decided, with what it is predicted to cost."""
     built, mesh, solution = found.built, found.mesh, found.solution
     decisions = decide(built, solution.options, sinks)
@@ -26,7 +29,9 @@ def make_plan(analysis: Analysis, found: Found, settings: Settings, sinks: Mappi
     pinned = {r: n for r, n in settings.pins.degrees.items() if n > 1}
     for role, degree in pinned.items():
         if role in ("dp", "tp", "cp") and effective.to_dict()[role] < degree:
-            raise PlanError(f"pin {role}={degree} cannot be kept: the model's ops can be cut {effective.to_dict()[role]} ways in that role")
+            raise PlanError(
+                f"pin {role}={degree} cannot be kept: the model's ops can be cut {effective.to_dict()[role]} ways in that role"
+            )
     users = analysis.users
     params: dict[str, Any] = {}
     for source in analysis.program.sources:
@@ -38,16 +43,19 @@ def make_plan(analysis: Analysis, found: Found, settings: Settings, sinks: Mappi
                 "zero": parameter_zero(layout, used),
                 "shape": list(parts.shape),
             }
-    ops = {record(op.node).op: _op_entry(built, name, decisions.strategies[name].options, solution.options) for name, op in analysis.ops.items()}
+    ops = {
+        record(op.node).op: _op_entry(built, name, decisions.strategies[name].options, solution.options)
+        for name, op in analysis.ops.items()
+    }
     for value, layout in decisions.reads.items():
         parts = analysis.parts[value]
         owner = value.partition(".")[0]
         if owner in analysis.ops:
             entry = ops[record(analysis.ops[owner].node).op]
             entry.setdefault("read", {})[stable_name(analysis, value)] = [parts.name(p) for p in layout]
-    whole = sorted({str(op.node.target) for op in analysis.ops.values() if not op.has_rule and op.ins})
+    whole = sorted({op_text(op.node) for op in analysis.ops.values() if not op.has_rule and op.ins})
     notes = [f"kept whole, no rule: {', '.join(whole)}"] if whole else []
-    notes += _undivided(built, decisions.strategies)
+    notes += [*analysis.notes, *_undivided(built, decisions.strategies)]
     return Plan(
         model=describe(analysis.program, analysis),
         mesh={"shape": list(mesh.topology.shape), "device": mesh.topology.device},
@@ -81,7 +89,7 @@ def _op_entry(built: Built, name: str, options: tuple[str, ...], solution: tuple
         "strategy": list(options),
         "inputs": [[parts[v].name(p) for p in layout] for v, layout in zip(op.ins, strategy.ins, strict=True)],
         "outputs": [[parts[v].name(p) for p in layout] for v, layout in zip(op.outs, strategy.outs, strict=True)],
-        "class": str(op.node.target).removeprefix("aten."),
+        "class": op_text(op.node).removeprefix("aten."),
         "flop": float(price.flop[index]),
         "bytes": float(price.moved_bytes[index]),
         "time_s": float(price.compute_s[index]),
@@ -109,12 +117,23 @@ def _predicted(analysis: Analysis, found: Found, settings: Settings) -> dict[str
     for first in built.representative.values():
         counts[first] = counts.get(first, 0) + 1
     compute = sum(float(built.op_prices[n].compute_s[options[c]]) * counts[n] for n, c in built.op_choice.items())
-    update = sum(float(built.storage_prices[n].update_s[options[c]]) * counts[n] for n, c in built.storage_choice.items())
+    update = sum(
+        float(built.storage_prices[n].update_s[options[c]]) * counts[n] for n, c in built.storage_choice.items()
+    )
     step = found.solution.objective_s
-    states = sum(float(built.storage_prices[n].memory_bytes[options[c]]) * counts[n] for n, c in built.storage_choice.items())
+    states = sum(
+        float(built.storage_prices[n].memory_bytes[options[c]]) * counts[n] for n, c in built.storage_choice.items()
+    )
     tokens = tokens_of(analysis)
     flop = flop_of(analysis, tokens)
-    dtype = next((compute_dtype(analysis.dtypes[s.node], settings.precision) for s in analysis.program.sources if s.kind == "parameter"), None)
+    dtype = next(
+        (
+            compute_dtype(analysis.dtypes[s.node], settings.precision)
+            for s in analysis.program.sources
+            if s.kind == "parameter"
+        ),
+        None,
+    )
     peak = found.built.profile.peak(dtype) if dtype is not None else 1.0
     devices = found.mesh.size
     return {
@@ -123,8 +142,16 @@ def _predicted(analysis: Analysis, found: Found, settings: Settings) -> dict[str
         "tflops_per_device": flop / step / devices / 1e12 if step else 0.0,
         "mfu": flop / step / devices / peak if step else 0.0,
         "peak_memory_bytes": [found.solution.memory_bytes],
-        "memory": {"parameters_gradients_optimizer": states, "activations": max(0.0, found.solution.memory_bytes - states)},
-        "breakdown_s": {"compute": compute, "exposed_communication": max(0.0, step - compute - update), "optimizer": update, "bubble": 0.0},
+        "memory": {
+            "parameters_gradients_optimizer": states,
+            "activations": max(0.0, found.solution.memory_bytes - states),
+        },
+        "breakdown_s": {
+            "compute": compute,
+            "exposed_communication": max(0.0, step - compute - update),
+            "optimizer": update,
+            "bubble": 0.0,
+        },
     }
 
 
@@ -141,8 +168,16 @@ def tokens_of(analysis: Analysis) -> int:
 def flop_of(analysis: Analysis, tokens: int) -> float:
     """Model flop of a step by the formula of the plan's `mfu`."""
     tables = {op.ins[0] for op in analysis.ops.values() if str(op.node.target).startswith("aten.embedding")}
-    shared = {v for v in tables if any(not str(analysis.ops[o].node.target).startswith("aten.embedding") for o, _ in analysis.users[v])}
-    count = sum(analysis.parts[s.node].numel for s in analysis.program.sources if s.kind == "parameter" and s.node not in tables - shared)
+    shared = {
+        v
+        for v in tables
+        if any(not str(analysis.ops[o].node.target).startswith("aten.embedding") for o, _ in analysis.users[v])
+    }
+    count = sum(
+        analysis.parts[s.node].numel
+        for s in analysis.program.sources
+        if s.kind == "parameter" and s.node not in tables - shared
+    )
     attentions = [op for op in analysis.ops.values() if is_attention(op)]
     hidden = sequence = 0
     if attentions:
@@ -203,4 +238,3 @@ def fixed_of(plan: Plan, analysis: Analysis) -> Fixed:
     ops = {name: tuple(entry["strategy"]) for name, entry in plan.ops.items()}
     reads = {value: tuple(layout) for entry in plan.ops.values() for value, layout in entry.get("read", {}).items()}
     return Fixed(ops, params, reads)
-

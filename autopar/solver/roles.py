@@ -49,11 +49,22 @@ class Roles:
         found = set()
         for op in self.analysis.ops.values():
             if is_attention(op):
-                found |= {self.analysis.classes.get((op.ins[i], part), -1) for i in (0, 1) for part in self._parts_of_dim(op.ins[i], -2)}
+                found |= {
+                    self.analysis.classes.get((op.ins[i], part), -1)
+                    for i in (0, 1)
+                    for part in self._parts_of_dim(op.ins[i], -2)
+                }
         if not found:
             for source in self.analysis.program.sources:
-                if source.kind == "input" and len(self.analysis.parts[source.node].dims) > 1 and not self.analysis.dtypes[source.node].is_floating_point:
-                    found |= {self.analysis.classes.get((source.node, part), -1) for part in self._parts_of_dim(source.node, 1)}
+                if (
+                    source.kind == "input"
+                    and len(self.analysis.parts[source.node].dims) > 1
+                    and not self.analysis.dtypes[source.node].is_floating_point
+                ):
+                    found |= {
+                        self.analysis.classes.get((source.node, part), -1)
+                        for part in self._parts_of_dim(source.node, 1)
+                    }
         return frozenset(found) - self.batch - {-1}
 
     def _parts_of_dim(self, value: str, dim: int) -> range:

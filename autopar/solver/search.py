@@ -74,13 +74,21 @@ def search(
     return best
 
 
-def on_axes(analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str]) -> Found:
+def on_axes(
+    analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str]
+) -> Found:
     """The best plan on given axes."""
     return _solve(analysis, mesh, profile, settings, sinks, 60.0)
 
 
 def _recomputing(
-    analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str], levels: Sequence[str], time_limit_s: float
+    analysis: Analysis,
+    mesh: LogicalMesh,
+    profile: Profile,
+    settings: Settings,
+    sinks: Mapping[int, str],
+    levels: Sequence[str],
+    time_limit_s: float,
 ) -> Found:
     """The best level of recomputation; more is only tried where memory binds, since it saves nothing else."""
     best: Found | None = None
@@ -101,7 +109,14 @@ def _recomputing(
     return best
 
 
-def _solve(analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str], time_limit_s: float) -> Found:
+def _solve(
+    analysis: Analysis,
+    mesh: LogicalMesh,
+    profile: Profile,
+    settings: Settings,
+    sinks: Mapping[int, str],
+    time_limit_s: float,
+) -> Found:
     begun = time.perf_counter()
     built = build(analysis, mesh, profile, settings, sinks)
     priced = time.perf_counter()
