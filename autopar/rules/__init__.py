@@ -6,22 +6,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from autopar.rules import attention, contraction, indexing, loss, norm, pointwise, reduction, view
+from autopar.rules import attention, batched, contraction, conv, indexing, loss, norm, pieces, pointwise, pooling, recurrent, reduction, scan, scatter, shift, softmax, variance, view
 from autopar.rules.call import Call
+from autopar.rules.dims import sums_survive
 from autopar.rules.rule import Rule
 
 FAMILIES: tuple[dict[str, Callable[[Call], Rule | None]], ...] = (
     view.RULES,
+    scatter.RULES,
+    variance.RULES,
+    softmax.RULES,
+    scan.RULES,
+    pointwise.RULES,
+    shift.RULES,
+    pieces.RULES,
     contraction.RULES,
+    conv.RULES,
     reduction.RULES,
     attention.RULES,
     indexing.RULES,
     loss.RULES,
     norm.RULES,
+    pooling.RULES,
+    recurrent.RULES,
+    batched.RULES,
 )
 TABLE: dict[str, Callable[[Call], Rule | None]] = {name: build for family in FAMILIES for name, build in family.items()}
 """By op packet name, any overload."""
@@ -36,6 +49,8 @@ def rule_of(node: Node) -> Rule | None:
     found = build(call) if build is not None else None
     if found is None and build is None and pointwise.is_pointwise(call):
         found = pointwise.pointwise(call)
+    if found is not None and found.linear:
+        found = replace(found, linear=tuple(partial for partial in found.linear if sums_survive(call, partial)))
     return found
 
 

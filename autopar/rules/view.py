@@ -1,4 +1,4 @@
-"""Ops that only rearrange: views, transposes, slices, joins. All are linear, so partial stays partial."""
+"""Ops that only regroup, reorder or repeat dims. All are linear, so partial stays partial."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ import torch
 from torch.fx import Node
 
 from autopar.rules.call import Call
+from autopar.rules.dims import FIRST, arguments, dim_list, letters, wrap
 from autopar.rules.rule import Dim, Dims, Rule
 
 if TYPE_CHECKING:
     from autopar.rules.local import Local
 
 aten = torch.ops.aten
-_FIRST = (frozenset({0}),)
-
-
-def _same_dims(shape: Sequence[int], prefix: str = "d") -> tuple[list[Dim], dict[str, int]]:
-    return [(f"{prefix}{i}",) for i in range(len(shape))], {f"{prefix}{i}": n for i, n in enumerate(shape)}
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
@@ -73,10 +69,20 @@ def _inner(shape: Sequence[int], run: Sequence[int]) -> set[int]:
     return found
 
 
-def reshape(call: Call) -> Rule:
+def reshape(call: Call) -> Rule | None:
     """view, reshape, flatten, unflatten: parts of the dims stay, their grouping changes."""
-    ins, outs, sizes = common_factors(call.in_shapes[0], call.out_shapes[0])
-    return Rule((ins,), (outs,), sizes, linear=_FIRST, local=_reshape_local, view=True)
+    if "dtype" in arguments(call):
+        return None  # view.dtype reads the same bits as another type
+    source, target = call.in_shapes[0], call.out_shapes[0]
+    if len(call.out_shapes) != 1:
+        return None
+    ins, outs, sizes = common_factors(source, target)
+    return Rule((ins, *_unread(call)), (outs,), sizes, linear=FIRST, local=_reshape_local, view=True)
+
+
+def _unread(call: Call) -> list[Dims]:
+    """Dims of further inputs, of which only the shape is read."""
+    return [((),) * len(s) for s in call.in_shapes[1:]]
 
 
 def _reshape_local(ctx: Local) -> Node:
@@ -86,171 +92,203 @@ def _reshape_local(ctx: Local) -> Node:
 
 def permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], Rule]:
     def build(call: Call) -> Rule:
-        dims, sizes = _same_dims(call.in_shapes[0])
-        return Rule((tuple(dims),), (tuple(dims[d] for d in order(call)),), sizes, linear=_FIRST, view=True)
+        dims, sizes = letters(call.in_shapes[0])
+        return Rule((tuple(dims),), (tuple(dims[d] for d in order(call)),), sizes, linear=FIRST, view=True)
 
     return build
 
 
-def _transposed(call: Call) -> list[int]:
-    n = len(call.in_shapes[0])
-    order = list(range(n))
-    a, b = (int(call.arg(name)) % n for name in ("dim0", "dim1"))
-    order[a], order[b] = order[b], order[a]
+def _swapped(first: str, second: str) -> Callable[[Call], list[int]]:
+    def order(call: Call) -> list[int]:
+        n = len(call.in_shapes[0])
+        places = list(range(n))
+        if n:
+            a, b = (wrap(call.arg(name), n) for name in (first, second))
+            places[a], places[b] = places[b], places[a]
+        return places
+
     return order
 
 
-def _t(call: Call) -> list[int]:
+def _reversed(call: Call) -> list[int]:
     return list(range(len(call.in_shapes[0])))[::-1]
 
 
 def _last_two(call: Call) -> list[int]:
     n = len(call.in_shapes[0])
-    return [*range(n - 2), n - 1, n - 2]
+    return [*range(n - 2), n - 1, n - 2] if n > 1 else list(range(n))
 
 
 def _permuted(call: Call) -> list[int]:
     n = len(call.in_shapes[0])
-    return [int(d) % n for d in call.arg("dims")]
+    return [wrap(d, n) for d in call.arg("dims")]
 
 
 def _moved(call: Call) -> list[int]:
     n = len(call.in_shapes[0])
     source, target = ([call.arg(k)] if isinstance(call.arg(k), int) else call.arg(k) for k in ("source", "destination"))
-    places = {t % n: s % n for s, t in zip(source, target, strict=True)}
+    places = {wrap(t, n): wrap(s, n) for s, t in zip(source, target, strict=True)}
     rest = iter(d for d in range(n) if d not in places.values())
     return [places[d] if d in places else next(rest) for d in range(n)]
 
 
+def _rotated(call: Call) -> list[int]:
+    """rot90 exchanges its two dims when it turns an odd number of times."""
+    order = list(range(len(call.in_shapes[0])))
+    a, b = (wrap(d, len(order)) for d in call.arg("dims"))
+    if int(call.arg("k", 1)) % 2:
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def rot90(call: Call) -> Rule:
+    """The two dims of the turn are whole."""
+    dims, sizes = letters(call.in_shapes[0], {wrap(d, len(call.in_shapes[0])) for d in call.arg("dims")})
+    return Rule((tuple(dims),), (tuple(dims[d] for d in _rotated(call)),), sizes, linear=FIRST)
+
+
+def _aligned(source: Sequence[int], out: Sequence[Dim], target: Sequence[int]) -> Dims:
+    """The output's dims that a broadcast input has, from the right."""
+    lead = len(target) - len(source)
+    return tuple(() if n == 1 and target[lead + i] != 1 else out[lead + i] for i, n in enumerate(source))
+
+
 def expand(call: Call) -> Rule:
     """Dims of size one become larger: the new factor is only in the output."""
-    source, target = call.in_shapes[0], call.out_shapes[0]
-    out, sizes = _same_dims(target)
-    lead = len(target) - len(source)
-    ins = tuple(() if n == 1 and target[lead + i] != 1 else out[lead + i] for i, n in enumerate(source))
-    return Rule((ins,), (tuple(out),), sizes, linear=_FIRST, local=_expand_local, view=True)
+    out, sizes = letters(call.out_shapes[0])
+    ins = _aligned(call.in_shapes[0], out, call.out_shapes[0])
+    return Rule((ins, *_unread(call)), (tuple(out),), sizes, linear=FIRST, local=_expand_local, view=True)
 
 
 def _expand_local(ctx: Local) -> Node:
     return ctx.emit(aten.expand.default, ctx.ins[0], ctx.out_shape())
 
 
+def broadcast_tensors(call: Call) -> Rule:
+    """Every output has all dims; a shard of one input expands to the shards of the others."""
+    out, sizes = letters(call.out_shapes[0])
+    every = frozenset(range(len(call.inputs)))
+    ins = tuple(_aligned(s, out, call.out_shapes[0]) for s in call.in_shapes)
+    return Rule(ins, (tuple(out),) * len(call.out_shapes), sizes, linear=(every,), view=True)
+
+
+def meshgrid(call: Call) -> Rule:
+    """`a, b, c -> a b c` three times; "xy" exchanges the first two."""
+    sizes = {f"d{i}": math.prod(s) for i, s in enumerate(call.in_shapes)}
+    out: list[Dim] = [(letter,) for letter in sizes]
+    if call.arg("indexing", "ij") == "xy" and len(out) > 1:
+        out[:2] = out[1::-1]
+    ins = tuple(((f"d{i}",),) if s else () for i, s in enumerate(call.in_shapes))
+    return Rule(ins, (tuple(out),) * len(ins), sizes, linear=(frozenset(range(len(ins))),))
+
+
 def repeat(call: Call) -> Rule:
-    """Tiled dims are kept whole, the others pass."""
+    """repeat, tile: `d -> (r d)`; both the copies and what is copied can be cut."""
     source, target = call.in_shapes[0], call.out_shapes[0]
-    out, sizes = _same_dims(target)
     lead = len(target) - len(source)
-    same = [lead <= d and target[d] == source[d - lead] for d in range(len(target))]
-    ins = tuple(out[lead + i] if same[lead + i] else () for i in range(len(source)))
-    outs = tuple(out[d] if same[d] else () for d in range(len(target)))
-    return Rule((ins,), (outs,), sizes, linear=_FIRST)
+    dims, sizes = letters((1,) * lead + tuple(source))
+    out: list[Dim] = []
+    for i, (n, dim) in enumerate(zip((1,) * lead + tuple(source), dims, strict=True)):
+        sizes[f"r{i}"] = target[i] // n if n else 1
+        out.append((f"r{i}", *dim))
+    if 0 in target:
+        return Rule((((),) * len(source),), (((),) * len(target),), {}, linear=FIRST)
+    return Rule((tuple(dims[lead:]),), (tuple(out),), sizes, linear=FIRST, local=_repeat_local)
 
 
-def one_dim_whole(call: Call) -> Rule:
-    """slice, narrow, flip, roll, cumsum-like views along `dim`: that dim is whole (free when the slice takes all of it)."""
-    source, target = call.in_shapes[0], call.out_shapes[0]
-    dims, sizes = _same_dims(source)
-    at = _dim(call, len(source))
-    full = source[at] == target[at] and call.arg("step", 1) == 1
-    kept = tuple(d if i != at or full else () for i, d in enumerate(dims))
-    return Rule((kept,), (kept,), sizes, linear=_FIRST, local=_alias if full else None, view=True)
+def _repeat_local(ctx: Local) -> Node:
+    return ctx.emit(aten.repeat.default, ctx.ins[0], [ctx.local_size(f"r{i}") for i in range(len(ctx.call.out_shapes[0]))])
 
 
-def _alias(ctx: Local) -> Node:
-    return ctx.emit(aten.alias.default, ctx.ins[0])
+def repeat_interleave(call: Call) -> Rule | None:
+    """`d -> (d r)`, or `a b -> (a b r)` without a dim; a count for each element is data, and has no rule."""
+    repeats = call.arg("repeats")
+    if not isinstance(repeats, int) or len(call.inputs) != 1:
+        return None
+    dims, sizes = letters(call.in_shapes[0])
+    sizes["r"] = repeats
+    if call.arg("dim") is None:
+        flat: Dim = (*(d[0] for d in dims), "r")
+        return Rule((tuple(dims),), ((flat,),), sizes, linear=FIRST, local=_interleave_local)
+    at = wrap(call.arg("dim"), len(dims))
+    out = tuple((*d, "r") if i == at else d for i, d in enumerate(dims))
+    return Rule((tuple(dims),), (out,), sizes, linear=FIRST, local=_interleave_local)
 
 
-def _dim(call: Call, rank: int) -> int:
-    return int(call.arg("dim", 0)) % max(rank, 1)
-
-
-def select(call: Call) -> Rule:
-    dims, sizes = _same_dims(call.in_shapes[0])
-    at = _dim(call, len(dims))
-    kept = [d if i != at else () for i, d in enumerate(dims)]
-    return Rule((tuple(kept),), (tuple(d for i, d in enumerate(kept) if i != at),), sizes, linear=_FIRST, view=True)
-
-
-def unbind(call: Call) -> Rule:
-    one = select(call)
-    return Rule(one.ins, one.outs * len(call.out_shapes), one.sizes, linear=_FIRST, view=True)
+def _interleave_local(ctx: Local) -> Node:
+    return ctx.emit(aten.repeat_interleave.self_int, ctx.ins[0], ctx.local_size("r"), ctx.call.arg("dim"))
 
 
 def unsqueeze(call: Call) -> Rule:
-    dims, sizes = _same_dims(call.in_shapes[0])
+    dims, sizes = letters(call.in_shapes[0])
     at = int(call.arg("dim")) % (len(dims) + 1)
-    return Rule((tuple(dims),), ((*dims[:at], (), *dims[at:]),), sizes, linear=_FIRST, view=True)
+    return Rule((tuple(dims),), ((*dims[:at], (), *dims[at:]),), sizes, linear=FIRST, view=True)
 
 
 def squeeze(call: Call) -> Rule:
     """Dims of size one go; those kept keep their factors. A kept dim may have local size one, so the shape is given."""
-    source, target = call.in_shapes[0], call.out_shapes[0]
-    dims, sizes = _same_dims(source)
-    names = [a.name for a in call.target._schema.arguments]
-    wanted = call.arg("dim") if "dim" in names else range(len(source))
-    gone = {int(d) % max(len(source), 1) for d in ([wanted] if isinstance(wanted, int) else wanted)}
+    source = call.in_shapes[0]
+    dims, sizes = letters(source)
+    gone = set(dim_list(call)) if "dim" in arguments(call) else set(range(len(source)))
+    if call.arg("dim") == []:
+        gone = set()  # squeeze of no dims, unlike a reduction over no dims, does nothing
     outs = tuple(d for i, d in enumerate(dims) if not (i in gone and source[i] == 1))
-    assert len(outs) == len(target)
-    return Rule((tuple(dims),), (outs,), sizes, linear=_FIRST, local=_reshape_local, view=True)
+    assert len(outs) == len(call.out_shapes[0])
+    return Rule((tuple(dims),), (outs,), sizes, linear=FIRST, local=_reshape_local, view=True)
 
 
-def split(call: Call) -> Rule:
-    """Equal pieces of a dim: `(n x) -> x, x, ...`, so that each piece can be cut; unequal pieces keep the dim whole."""
-    dims, sizes = _same_dims(call.in_shapes[0])
-    at, outs = _dim(call, len(dims)), call.out_shapes
-    if len({o[at] for o in outs}) == 1 and outs[0][at] * len(outs) == call.in_shapes[0][at]:
-        sizes = {**sizes, "n": len(outs), "x": outs[0][at]}
-        source = tuple(("n", "x") if i == at else d for i, d in enumerate(dims))
-        piece = tuple(("x",) if i == at else d for i, d in enumerate(dims))
-        return Rule((source,), (piece,) * len(outs), sizes, whole=frozenset("n"), linear=_FIRST, local=_split_local, view=True)
-    kept = tuple(d if i != at else () for i, d in enumerate(dims))
-    return Rule((kept,), (kept,) * len(outs), sizes, linear=_FIRST, view=True)
+def pixel_shuffle(call: Call) -> Rule:
+    """`... (c p q) h w -> ... c (h p) (w q)`; p and q are whole."""
+    return _pixels(call, call.out_shapes[0], call.in_shapes[0], int(call.arg("upscale_factor")), down=False)
 
 
-def _split_local(ctx: Local) -> Node:
-    at = _dim(ctx.call, len(ctx.call.in_shapes[0]))
-    return ctx.emit(aten.split_with_sizes.default, ctx.ins[0], [ctx.out_shape()[at]] * len(ctx.out_parts), at)
+def pixel_unshuffle(call: Call) -> Rule:
+    """`... c (h p) (w q) -> ... (c p q) h w`; p and q are whole."""
+    return _pixels(call, call.in_shapes[0], call.out_shapes[0], int(call.arg("downscale_factor")), down=True)
 
 
-def cat(call: Call) -> Rule | None:
-    """The joined dim is whole; partial pieces give a partial whole."""
-    shapes, out = call.in_shapes, call.out_shapes[0]
-    if any(len(s) != len(out) for s in shapes):
-        return None  # old-style empty tensors among the pieces
-    dims, sizes = _same_dims(out)
-    at = _dim(call, len(out))
-    kept = tuple(d if i != at else () for i, d in enumerate(dims))
-    return Rule((kept,) * len(shapes), (kept,), sizes, linear=(frozenset(range(len(shapes))),))
+def _pixels(call: Call, fine: Sequence[int], coarse: Sequence[int], factor: int, *, down: bool) -> Rule:
+    lead, sizes = letters(fine[:-3])
+    sizes.update({"c": fine[-3], "h": coarse[-2], "w": coarse[-1], "p": factor, "q": factor})
+    few: Dims = (*lead, ("c",), ("h", "p"), ("w", "q"))
+    many: Dims = (*lead, ("c", "p", "q"), ("h",), ("w",))
+    ins, outs = (few, many) if down else (many, few)
+    return Rule((ins,), (outs,), sizes, whole=frozenset("pq"), filled=_every(sizes), linear=FIRST)
 
 
-def stack(call: Call) -> Rule:
-    dims, sizes = _same_dims(call.in_shapes[0])
-    at = int(call.arg("dim", 0)) % (len(dims) + 1)
-    n = len(call.in_shapes)
-    return Rule((tuple(dims),) * n, ((*dims[:at], (), *dims[at:]),), sizes, linear=(frozenset(range(n)),))
+def _every(sizes: dict[str, int]) -> frozenset[str]:
+    return frozenset(sizes)
+
+
+def channel_shuffle(call: Call) -> Rule:
+    """`b (g c) ... -> b (c g) ...`; groups are whole."""
+    dims, sizes = letters(call.in_shapes[0])
+    groups = int(call.arg("groups"))
+    del sizes["d1"]
+    sizes.update(g=groups, c=call.in_shapes[0][1] // groups)
+    ins, outs = ((dims[0], pair, *dims[2:]) for pair in (("g", "c"), ("c", "g")))
+    return Rule((ins,), (outs,), sizes, whole=frozenset("g"), filled=_every(sizes), linear=FIRST)
 
 
 RULES: dict[str, Callable[[Call], Rule | None]] = {
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"), reshape),
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), permuted(_transposed)),
-    "t": permuted(_t),
-    "numpy_T": permuted(_t),
-    **dict.fromkeys(("mT", "adjoint", "matrix_H"), permuted(_last_two)),
+    **dict.fromkeys("view reshape _unsafe_view flatten unflatten view_as reshape_as ravel atleast_1d atleast_2d atleast_3d".split(), reshape),
+    "transpose": permuted(_swapped("dim0", "dim1")),
+    "swapdims": permuted(_swapped("dim0", "dim1")),
+    "swapaxes": permuted(_swapped("axis0", "axis1")),
+    **dict.fromkeys(("t", "numpy_T", "matrix_H"), permuted(_reversed)),
+    **dict.fromkeys(("mT", "mH", "adjoint"), permuted(_last_two)),
     "permute": permuted(_permuted),
     **dict.fromkeys(("movedim", "moveaxis"), permuted(_moved)),
-    "expand": expand,
-    "expand_as": expand,
-    "broadcast_to": expand,
+    "rot90": rot90,
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), expand),
+    "broadcast_tensors": broadcast_tensors,
+    "meshgrid": meshgrid,
     "repeat": repeat,
-    "slice": one_dim_whole,
-    "narrow": one_dim_whole,
-    "select": select,
-    "unbind": unbind,
+    "tile": repeat,
+    "repeat_interleave": repeat_interleave,
     "unsqueeze": unsqueeze,
     "squeeze": squeeze,
-    **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk"), split),
-    "cat": cat,
-    "concat": cat,
-    "concatenate": cat,
-    "stack": stack,
+    "pixel_shuffle": pixel_shuffle,
+    "pixel_unshuffle": pixel_unshuffle,
+    **dict.fromkeys(("channel_shuffle", "native_channel_shuffle"), channel_shuffle),
 }

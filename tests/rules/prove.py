@@ -21,6 +21,8 @@ from autopar.passes.normalize import Normalize
 from autopar.passes.shard import Decisions, Shard
 from autopar.program import Program, Record, Sink, Source, set_record
 from autopar.rules.analyse import Analysis, analyse
+from autopar.rules.call import Call
+from autopar.rules.pointwise import packet
 from autopar.rules.strategy import Strategy, strategies
 from autopar.runtime.simulate import run_ranks
 
@@ -128,6 +130,8 @@ class Proof:
     strategies: int = 0
     split: int = 0
     factors: set[str] = field(default_factory=set)
+    ops: set[str] = field(default_factory=set)
+    """Names of the ops of which a factor was cut."""
 
 
 def op_strategies(analysis: Analysis, mesh: LogicalMesh) -> dict[str, list[Strategy]]:
@@ -143,7 +147,7 @@ def assignments(choices: dict[str, list[Strategy]]) -> Iterator[dict[str, Strate
     for name, options in choices.items():
         for strategy in options:
             yield {**first, name: strategy}
-    for k in range(max(map(len, choices.values()))):
+    for k in range(max(map(len, choices.values())) if len(choices) > 1 else 0):
         yield {name: options[k % len(options)] for name, options in choices.items()}
 
 
@@ -171,6 +175,7 @@ def prove(fn: Callable, *tensors: torch.Tensor, mesh: str | tuple[int, ...] = "2
         cut = {f"{name}:{o}" for name, s in assigned.items() for o in s.options if o in analysis.ops[name].by_name}
         proof.split += bool(cut)
         proof.factors |= cut
+        proof.ops |= {packet(Call(analysis.ops[c.partition(":")[0]].node)) for c in cut}
     assert proof.split or not split, "no strategy cuts a factor: the rule proves nothing"
     return proof
 
