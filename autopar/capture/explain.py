@@ -65,9 +65,19 @@ ADVICE: tuple[tuple[str, str, str], ...] = (
         "choose with torch.where",
     ),
     (
-        r"UserFunctionError",
-        "an autograd.Function has its own backward, which capture cannot keep",
-        "write it with torch ops (x + (f(x) - x).detach() passes a gradient straight through)",
+        r"UserFunctionError: \S+ writes",
+        "an autograd.Function writes to its argument in place",
+        "return a new tensor, without mark_dirty",
+    ),
+    (
+        r"UserFunctionError: \S+ reads",
+        "an autograd.Function reads a tensor of the model that is none of its arguments",
+        "pass the tensor to apply, so that its gradient is known",
+    ),
+    (
+        r"UserFunctionError: \S+ draws",
+        "an autograd.Function draws random numbers, and every rank would draw its own",
+        "draw them before and pass them to apply",
     ),
     (
         r"missing .*required|unexpected keyword|takes .* positional|too many positional",

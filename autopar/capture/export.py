@@ -23,12 +23,13 @@ from torch.utils import _pytree as pytree
 from autopar.capture.blocks import find_blocks
 from autopar.capture.explain import explain, module_of, quiet, refuse, where_of
 from autopar.capture.functional import functionalise
-from autopar.capture.functions import refuse_functions
+from autopar.capture.functions import keep_functions
 from autopar.capture.graph import Inliner, drop_noise, drop_unused, stop_gradients
 from autopar.capture.inputs import separate
 from autopar.capture.sources import make_sources
 from autopar.errors import CaptureError
 from autopar.program import OutputRef, Program, Record, Sink, Source, set_record
+from autopar.user_function import function_class
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str = "model") -> Program:
@@ -39,7 +40,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     """
     copied_args, copied_kwargs = separate(model, args, kwargs)
     try:
-        with unchanged(model), caches_off(model, kwargs), quiet(), refuse_functions(), torch.enable_grad():
+        with unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), torch.enable_grad():
             exported = torch.export.export(model, copied_args, copied_kwargs, strict=False)
     except Exception as error:
         raise explain(error, model) from error
@@ -181,6 +182,8 @@ def _set_records(graph: Graph, sources: dict[Node, Source], block_of: dict[Node,
 
 
 def op_name(node: Node) -> str:
-    """`linear`, `add`, `getitem`; ops outside aten keep their namespace: `mylib::rotate`."""
-    target = node.target
+    """`linear`, `add`, `getitem`; ops outside aten keep their namespace: `mylib::rotate`; a Function has its class's name."""
+    target, cls = node.target, function_class(node)
+    if cls is not None:
+        return cls.__name__
     return target._schema.name.removeprefix("aten::") if isinstance(target, torch._ops.OpOverload) else target.__name__

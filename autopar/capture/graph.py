@@ -169,5 +169,5 @@ def _is_noise(node: Node, carries: set[Node]) -> bool:
 
 def _differentiable(node: Node) -> bool:
     value = node.meta.get("val")
-    first = next((v for v in value if isinstance(v, Tensor)), None) if isinstance(value, (tuple, list)) else value
-    return isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex())
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
