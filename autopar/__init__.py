@@ -40,6 +40,7 @@ __all__ = [
     "models",
     "parallelize",
     "plan",
+    "register_rule",
     "verify",
     "with_loss",
 ]

@@ -14,6 +14,7 @@ from torch.fx import Node
 from autopar.rules import attention, batched, contraction, conv, indexing, loss, norm, pieces, pointwise, pooling, recurrent, reduction, scan, scatter, shift, softmax, variance, view
 from autopar.rules.call import Call
 from autopar.rules.dims import sums_survive
+from autopar.rules.register import has_linear_backward, register_rule, registered_rule
 from autopar.rules.rule import Rule
 
 FAMILIES: tuple[dict[str, Callable[[Call], Rule | None]], ...] = (
@@ -42,6 +43,9 @@ TABLE: dict[str, Callable[[Call], Rule | None]] = {name: build for family in FAM
 
 def rule_of(node: Node) -> Rule | None:
     """The rule of a call node; None when there is none (the op is then kept whole)."""
+    registered = registered_rule(node)
+    if registered is not None:
+        return registered
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return None
     call = Call(node)
@@ -57,4 +61,7 @@ def rule_of(node: Node) -> Rule | None:
 def whole_rule(node: Node) -> Rule:
     """No factors: the op runs whole on every rank."""
     call = Call(node)
-    return Rule(tuple(((),) * len(s) for s in call.in_shapes), tuple(((),) * len(s) for s in call.out_shapes), {}, saves=tuple(range(len(call.inputs))))
+    return Rule(tuple(((),) * len(s) for s in call.in_shapes), tuple(((),) * len(s) for s in call.out_shapes), {}, saves=tuple(range(len(call.inputs))), linear_backward=has_linear_backward(node))
+
+
+__all__ = ["FAMILIES", "TABLE", "register_rule", "rule_of", "whole_rule"]
