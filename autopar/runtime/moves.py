@@ -145,7 +145,8 @@ def _sendable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
-    return funcol.wait_tensor(x) if not isinstance(x, funcol.AsyncCollectiveTensor) else x.wait()
+    # while a graph is traced the functional collectives have waited already
+    return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
 def _dims(x: torch.Tensor, uncut: Uncut) -> torch.Tensor:
