@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-DTYPES = ("float64", "float32", "bfloat16")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -67,6 +67,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
 def _optimizer(text: str) -> str | int:
     if text in ("adamw", "sgd", "none"):
         return text
@@ -103,7 +107,7 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], Any]], ver
 
     option = add("verify", "compare local ranks with one device", _model("4", "cpu"), pins)
     option("--dtype", choices=DTYPES, default="float64", help="(default: %(default)s)")
-    option("--steps", type=_positive, default=1, help="optimizer steps to compare after (default: 1)")
+    option("--steps", type=_count, default=1, help="optimizer steps to compare after (default: 1)")
     option("--timeout", type=_positive, default=900, metavar="SECONDS", help="(default: %(default)s)")
 
     option = add("dump", "write the graph after every pass", _model("8", "h100-sxm"), pins)
