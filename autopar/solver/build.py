@@ -209,7 +209,7 @@ class _Builder:
             on = [a for a, axis in enumerate(self.mesh.axes) if axis.role == role]
             best = max((sum(s.options[a] in wanted for a in on) for s in found), default=0) if wanted else 0
             if best:
-                found = [s for s in found if any(s.options[a] in wanted for a in on)]
+                found = [s for s in found if sum(s.options[a] in wanted for a in on) == best]
         return found
 
     def keep_fixed(self, op: Op, found: list[Strategy]) -> list[Strategy]:
