@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Interpreter
 
 from autopar.capture import capture
 from autopar.cost.hardware import Profile
@@ -23,6 +23,8 @@ from autopar.layout import Layout, Parts
 from autopar.mesh import LogicalMesh, Mesh, factor_axes
 from autopar.outputs import output_kinds
 from autopar.passes.check import check_layouts
+from autopar.passes.lower import Partition, lower_to_graphs
+from autopar.passes.merge_collectives import MergeCollectives, Overlap
 from autopar.passes.normalize import Normalize
 from autopar.passes.shard import Decisions, Shard
 from autopar.plan import Plan
@@ -91,16 +93,13 @@ def prepare(
     return Prepared(analysis, output_kinds(program, analysis.grads, outputs), time.perf_counter() - started)
 
 
-RECOMPUTE = ("none", "selective", "full")
-
-
 def choose(
     prepared: Prepared,
     topology: Mesh,
     profile: Profile,
     settings: Settings,
     *,
-    recompute: tuple[str, ...] = RECOMPUTE,
+    recompute: tuple[str, ...],
     progress: Progress = _silent,
 ) -> Plan:
     """Price and solve; the best plan. recompute: the levels that may be chosen."""
@@ -130,14 +129,35 @@ def lower(
     coordinate: tuple[int, ...],
     device: torch.device,
     *,
+    backend: str = "eager",
+    recompute: Mapping[str, str] | None = None,
     dump: Dump | None = None,
 ) -> Lowered:
-    """The program of one rank, ready to run."""
+    """The program of one rank, ready to run. recompute: level by block, for backends that lower."""
     program = Shard(prepared.analysis, decisions, mesh, profile, coordinate).run(prepared.program)
     _write(dump, "shard", program)
     check_layouts(program, prepared.analysis, mesh, coordinate)
     graph = on_device(program.graph, device)
-    return Lowered(replace(program, graph=graph), GraphModule(nn.Module(), graph), sinks_of(prepared, decisions, mesh))
+    program, eager = replace(program, graph=graph), GraphModule(nn.Module(), graph)
+    run = eager if backend == "eager" else Compiled(eager, program, recompute or {})
+    return Lowered(program, run, sinks_of(prepared, decisions, mesh))
+
+
+class Compiled:
+    """A local program as lowered graphs where gradients are wanted; op by op where not."""
+
+    def __init__(self, eager: GraphModule, program: Program, recompute: Mapping[str, str]) -> None:
+        parameters = frozenset(i for i, s in enumerate(program.sources) if s.kind == "parameter")
+        self.eager = eager
+        # the interpreter hands each node's record on to the traced nodes; calling the module would lose it
+        self.trained, self.graphs = lower_to_graphs(
+            Interpreter(eager).run, Partition(parameters, recompute), (MergeCollectives().run, Overlap().run)
+        )
+
+    def __call__(self, *values: torch.Tensor) -> Any:
+        if torch.is_grad_enabled() and any(v.requires_grad for v in values):
+            return self.trained(*values)
+        return self.eager(*values)
 
 
 def sinks_of(prepared: Prepared, decisions: Decisions, mesh: LogicalMesh) -> dict[int, tuple[Parts, Layout, str]]:

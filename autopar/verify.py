@@ -21,14 +21,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.api import connect_world, ensure_process_group, parallelize, topology_of
+from autopar.api import parallelize
 from autopar.capture import example_of
 from autopar.compare import Difference, Report, bounds_of, differences, max_errors, worst_of
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.program import OutputRef, Program, record
+from autopar.request import topology_of
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.process_mesh import connect_world, ensure_process_group
 from autopar.trial import LOSS_FIELD, Inputs, Loss, Trained, cast, leaves, train
 
 DTYPES = {
@@ -90,8 +92,8 @@ def verify(
     if any(value.is_meta for value in values):
         raise AutoparError("verify: the model's parameters are on meta and have no values; build it on a real device")
     topology, _ = topology_of(mesh)
-    ensure_process_group(topology)
-    device = connect_world(topology)
+    ensure_process_group(topology.size)
+    device = connect_world(topology.size)
     args, kwargs = example_of(model, example_args, example_kwargs)
     base = cast(copy.deepcopy(model), wanted).to(device)
     if topology.size > 1:

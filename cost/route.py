@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,8 +84,11 @@ def routes(
             if target.kind == "S":
                 rows &= ~inner[j]
             at = np.flatnonzero(rows)
-            price = _Price(logical, profile).transition_s(source, target, uncut_bytes[at], takes_gradient, forwards)
-            step[at, at + (j - i) * stride] = price
+            strided = any(p.kind == "S" and math.prod(parts.flat[: p.part]) > 1 for p in (source, target))
+            price = _Price(logical, profile, strided)
+            step[at, at + (j - i) * stride] = price.transition_s(
+                source, target, uncut_bytes[at], takes_gradient, forwards
+            )
     cost = step.copy()
     for k in range(len(states)):  # Floyd-Warshall, a row of pairs at a time
         np.minimum(cost, cost[:, k, None] + cost[None, k, :], out=cost)
@@ -108,6 +112,8 @@ class _Price:
 
     axis: Axis
     profile: Profile
+    strided: bool
+    """Does a shard lie in pieces, so that a collective needs a copy into or out of rows?"""
 
     def transition_s(
         self, source: Placement, target: Placement, uncut_bytes: Floats, takes_gradient: bool, forwards: int
@@ -127,4 +133,6 @@ class _Price:
             moved = uncut_bytes / self.axis.size if primitive == "slice" else uncut_bytes
             return STEP_S + np.asarray(memory_bound_s(2 * moved, self.profile))
         size = uncut_bytes / self.axis.size if primitive == "all_to_all" else uncut_bytes
-        return STEP_S + np.asarray(collective_s(primitive, size, self.axis, self.profile))
+        rows = self.strided and primitive != "all_reduce"
+        copy_s = np.asarray(memory_bound_s(2 * size, self.profile)) if rows else 0.0
+        return STEP_S + copy_s + np.asarray(collective_s(primitive, size, self.axis, self.profile))

@@ -150,7 +150,7 @@ class _Walk:
                 needed.add(node)
                 stack += node.all_input_nodes
         for node in self.nodes:
-            if node.op == "placeholder" and node not in self.late or node.op != "output" and node in needed:
+            if (node.op == "placeholder" and node not in self.late) or (node.op != "output" and node in needed):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in (*results, *saved)))
         return graph

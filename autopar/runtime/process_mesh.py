@@ -6,6 +6,7 @@ The DeviceMesh lists the axes in cutting order (fastest first), so that DTensor'
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -38,6 +39,22 @@ class ProcessMesh:
     @property
     def world(self) -> int:
         return self.logical.size
+
+
+def ensure_process_group(size: int) -> None:
+    """Under torchrun, start the process group that is not there yet."""
+    if size > 1 and not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def connect_world(size: int) -> torch.device:
+    """Check the world size before any collective; the device that collectives use."""
+    if size > 1:
+        check_world(size)
+    cuda = size > 1 and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def connect(logical: LogicalMesh) -> ProcessMesh:

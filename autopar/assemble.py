@@ -1,0 +1,143 @@
+"""From a plan to the module that runs it: this rank's shards, its lowered program, and the way to lower for other inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.dump import Dump
+from autopar.mesh import LogicalMesh
+from autopar.passes.shard import Decisions
+from autopar.pipeline import Prepared, carry_out, lower, prepare
+from autopar.plan import Plan
+from autopar.request import Request
+from autopar.runtime.check import agree, digest
+from autopar.runtime.module import Lowered, ParallelModule
+from autopar.runtime.parameters import OLD_PARAMETERS, shard_parameter
+from autopar.runtime.process_mesh import ProcessMesh, connect
+from autopar.solver.decide import degrees
+from autopar.solver.report import mesh_of
+
+
+def build_module(model: nn.Module, prepared: Prepared, request: Request, chosen: Plan) -> ParallelModule:
+    logical = mesh_of(chosen)
+    found, decisions = carry_out(prepared, chosen, request.profile, request.settings)
+    mesh, program = connect(logical), prepared.program
+    if logical.size > 1:
+        decided = repr(sorted((k, s.options) for k, s in decisions.strategies.items()))
+        agree({"plan": digest(chosen.digest), "decisions": digest(decided)}, mesh.device)
+    state, persistent, shards = _shard_state(prepared, decisions.sources, mesh)
+    OLD_PARAMETERS.add(p for p in model.parameters())
+    lowering = _Lowering(skeleton(model), prepared, request, chosen, mesh)
+    dump = Dump(request.dump_dir, [a.name for a in logical.axes]) if mesh.rank == 0 and request.dump_dir else None
+    lowering.first = lowering.lowered(prepared, decisions, logical, dump)
+    _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)
+    batch_axes = tuple(a.name for a, role in zip(logical.axes, roles, strict=True) if role == "dp")
+    module = ParallelModule(chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes)
+    return module.train(model.training)
+
+
+def _shard_state(
+    prepared: Prepared, layouts: Mapping[str, Any], mesh: ProcessMesh
+) -> tuple[dict[str, torch.Tensor], dict[str, bool], dict[str, Any]]:
+    state: dict[str, torch.Tensor] = {}
+    persistent: dict[str, bool] = {}
+    shards: dict[str, Any] = {}
+    for source in prepared.program.sources:
+        if source.kind == "parameter":
+            parts = prepared.analysis.parts[source.node]
+            layout = layouts[source.node]
+            state[source.path] = shard_parameter(
+                prepared.program.state[source.path], parts, layout, mesh, source.trainable
+            )
+            shards[source.path] = (parts, layout)
+        elif source.kind == "buffer":
+            value = prepared.program.state[source.path]
+            held = value.detach().to(mesh.device, copy=True).contiguous()
+            if mesh.device_mesh is not None and not held.is_meta:
+                dist.broadcast(held, 0)
+            state[source.path] = held
+            persistent[source.path] = source.persistent
+    return state, persistent, shards
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the module to capture again later; its parameters have shapes and devices but no memory."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        if p.is_meta:
+            continue
+        empty = torch.empty_like(p.detach())
+        empty.untyped_storage().resize_(0)
+        memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+class _Lowering:
+    """Lower for a combination of inputs; the first one is ready, others are captured again and take the same plan."""
+
+    def __init__(self, model: nn.Module, prepared: Prepared, request: Request, chosen: Plan, mesh: ProcessMesh) -> None:
+        self.model, self.request, self.plan, self.mesh = model, request, chosen, mesh
+        self.prepared: Prepared | None = prepared
+        self.first: Lowered | None = None
+        self.kinds = prepared.kinds
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Lowered:
+        first, self.first = self.first, None
+        if first is not None and self._matches(args, kwargs, training):
+            return first
+        self.model.train(training)
+        prepared = prepare(
+            self.model,
+            args,
+            kwargs,
+            name=type(self.model).__name__,
+            outputs=self.request.outputs,
+            strict=self.request.strict,
+            discover=self.request.discover,
+        )
+        found, decisions = carry_out(prepared, self.plan, self.request.profile, self.request.settings)
+        return self.lowered(prepared, decisions, found.mesh)
+
+    def lowered(
+        self, prepared: Prepared, decisions: Decisions, logical: LogicalMesh, dump: Dump | None = None
+    ) -> Lowered:
+        """The program of this rank under the request's backend and the plan's recomputation."""
+        levels = {b: self.plan.recompute.get(c.name, "none") for c in prepared.program.classes for b in c.blocks}
+        return lower(
+            prepared,
+            decisions,
+            logical,
+            self.request.profile,
+            self.mesh.coordinate,
+            self.mesh.device,
+            backend=self.request.backend,
+            recompute=levels,
+            dump=dump,
+        )
+
+    def _matches(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> bool:
+        """Was the first program captured from inputs like these?"""
+        assert self.prepared is not None
+        program, self_prepared = self.prepared.program, self.prepared
+        self.prepared = None
+        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+        if spec != program.in_spec or training != program.training:
+            return False
+        values = [x for x, tensor in zip(leaves, program.in_tensors, strict=True) if not tensor]
+        known = [x for x, tensor in zip(program.in_values, program.in_tensors, strict=True) if not tensor]
+        if values != known or any(
+            isinstance(x, torch.Tensor) != t for x, t in zip(leaves, program.in_tensors, strict=True)
+        ):
+            return False
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        nodes = [s.node for s in program.sources if s.kind == "input"]
+        return all(
+            tuple(x.shape) == self_prepared.analysis.parts[n].shape and x.dtype == self_prepared.analysis.dtypes[n]
+            for x, n in zip(tensors, nodes, strict=True)
+        )

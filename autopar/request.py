@@ -1,0 +1,101 @@
+"""The arguments of `parallelize` and `plan`, checked once.
+
+What enters: what the user passed. What leaves: a frozen `Request`. Refused, with one line that names the argument: unknown words, pins
+that no plan can hold, a mesh that is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.cost.hardware import Profile, load_profile
+from autopar.cost.memory import usable_bytes
+from autopar.errors import MeshError, PlanError
+from autopar.mesh import Mesh
+from autopar.pins import Pins, parse_pins
+from autopar.solver.build import Settings
+
+BACKENDS = ("auto", "eager", "aot", "inductor")
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """The arguments of `parallelize` and `plan`, checked."""
+
+    topology: Mesh
+    profile: Profile
+    settings: Settings
+    outputs: str
+    strict: bool
+    discover: bool
+    dump_dir: str | None
+    backend: str = "eager"
+    recompute: tuple[str, ...] = RECOMPUTE
+    """Levels of recomputation that may be chosen: `parallelize` can run "none" only."""
+
+
+def make_request(
+    mesh: Any,
+    pin: Mapping[str, Any] | None,
+    memory: Any,
+    precision: Any,
+    optimizer: str | int,
+    outputs: str,
+    batch_dims: Mapping[str, int] | None,
+    backend: str,
+    strict: bool,
+    discover: bool,
+    dump_dir: str | None,
+) -> Request:
+    if backend not in BACKENDS:
+        raise PlanError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
+    if backend == "inductor":
+        raise PlanError(
+            f"backend={backend!r}: this version of autopar has the eager and aot backends only; pass 'eager', 'aot' or 'auto'"
+        )
+    topology, pinned = topology_of(mesh)
+    pins = parse_pins({**pinned, **(pin or {})})
+    profile = load_profile(topology.device)
+    check_data_axis(pins, topology)
+    settings = Settings(pins, usable_bytes(profile, memory), optimizer, precision_name(precision), batch_dims)
+    kind = "eager" if backend == "auto" else backend
+    return Request(topology, profile, settings, outputs, strict, discover, dump_dir, kind)
+
+
+def check_data_axis(pins: Pins, topology: Mesh) -> None:
+    """ZeRO needs an axis to shard over: one of data parallelism, or a free one."""
+    other = 1
+    for role, degree in pins.degrees.items():
+        other *= degree if role not in ("dp", "cp") else 1
+    if pins.zero and topology.size // other == 1:
+        raise PlanError(
+            f"pin zero={pins.zero}: ZeRO shards over data axes, and the pins {dict(pins.given)} leave none on a mesh of {topology.size}"
+        )
+
+
+def topology_of(mesh: Any) -> tuple[Mesh, dict[str, int]]:
+    if isinstance(mesh, Mesh):
+        return mesh, {}
+    if isinstance(mesh, (str, int)):
+        return Mesh(mesh), {}
+    if hasattr(mesh, "mesh_dim_names"):
+        return Mesh.from_device_mesh(mesh)
+    raise MeshError(f"a mesh is an autopar.Mesh or a torch DeviceMesh, not {type(mesh).__name__}")
+
+
+def precision_name(precision: Any) -> str | None:
+    """ "fp32", "bf16" or "fp16" of a name or a `MixedPrecisionPolicy`. Raises: PlanError."""
+    if precision is None or isinstance(precision, str):
+        if precision not in (None, "fp32", "bf16", "fp16"):
+            raise PlanError(f"precision={precision!r}: must be fp32, bf16, fp16 or a MixedPrecisionPolicy")
+        return precision
+    dtype = getattr(precision, "param_dtype", None)
+    names = {None: None, torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if not hasattr(precision, "param_dtype") or dtype not in names:
+        raise PlanError(f"precision={precision!r}: must be fp32, bf16, fp16 or a MixedPrecisionPolicy")
+    return names[dtype]
