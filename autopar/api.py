@@ -93,20 +93,25 @@ def parallelize(
 
     Args:
         model: any module that `torch.export` takes; its parameters may be on meta.
-        mesh: `autopar.Mesh("2x8", device="h100-sxm")`, or a torch `DeviceMesh` whose dims named pp, dp, tp, cp, ep pin those degrees.
-        example_args, example_kwargs: one **global** batch. May be left out when `model.example_inputs()` or a transformers config says how to make one.
+        mesh: `autopar.Mesh("2x8", device="h100-sxm")`, or a torch `DeviceMesh` whose dims named pp, dp, tp, cp, ep pin
+            those degrees.
+        example_args, example_kwargs: one **global** batch. May be left out when `model.example_inputs()` or a
+            transformers config says how to make one.
         plan: a `Plan` or the path of one; nothing is solved then.
-        pin: decisions taken by the user: degrees (`dp`, `tp`), `zero` (0 or 3), `sp`, and parameter patterns with layouts, e.g. `{"*.up_proj.weight": {"tp": "S(0)"}}`.
+        pin: decisions taken by the user: degrees (`dp`, `tp`), `zero` (0 or 3), `sp`, and parameter patterns with
+            layouts, e.g. `{"*.up_proj.weight": {"tp": "S(0)"}}`.
         memory: bytes usable per device (`"70GiB"` or an int); default: the device's, less a reserve.
         optimizer: what the memory model must hold: "adamw", "sgd", "none", or bytes a parameter.
-        outputs: "auto": a model that returns a loss gives its scalars as plain tensors and its other tensors as DTensors, a model without one plain global
+        outputs: "auto": a model that returns a loss gives its scalars as plain tensors and its other tensors as
+            DTensors, a model without one plain global
             tensors; "gather": all plain and global; "shard": all DTensors.
         batch_dims: `{input path: dim}` for inputs whose batch is not dim 0 of the first tensor input.
         strict: an op without a rule is an error instead of being kept whole.
         discover: try to find the rule of such an op by running it on small shards; the plan's notes say what was found.
         dump_dir: a folder for every stage's program.
     Returns: a `ParallelModule`; make the optimizer from its parameters.
-    Raises:  CaptureError, UnsupportedOpError, MeshError, PlanError, InfeasibleError, RuntimeMismatchError, on every rank; TypeError without an example.
+    Raises:  CaptureError, UnsupportedOpError, MeshError, PlanError, InfeasibleError, RuntimeMismatchError, on every
+        rank; TypeError without an example.
     """
     topology, _ = topology_of(mesh)
     ensure_process_group(topology.size)
@@ -118,7 +123,8 @@ def parallelize(
         )
         if request.settings.precision not in (None, "fp32"):
             raise PlanError(
-                f"precision={precision!r}: this version plans in mixed precision but runs in the model's own; cast the model, e.g. model.bfloat16()"
+                f"precision={precision!r}: this version plans in mixed precision but runs in the model's own; cast "
+                "the model, e.g. model.bfloat16()"
             )
         if request.backend == "eager":
             if request.settings.pins.recompute not in (None, "none"):
@@ -151,7 +157,9 @@ def _views(prepared: Prepared) -> dict[str, int]:
 
 
 def with_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> nn.Module:
-    """A module whose forward is `loss_fn(model(*args, **kwargs))`, or `loss_fn(output, target)` when called with `target=`."""
+    """A module whose forward is `loss_fn(model(*args, **kwargs))`, or `loss_fn(output, target)` when called with
+    `target=`.
+    """
     return _WithLoss(model, loss_fn)
 
 
@@ -204,7 +212,8 @@ def _plan_of(
     found = given if isinstance(given, Plan) else Plan.load(given)
     if tuple(found.mesh["shape"]) != request.topology.shape:
         raise PlanError(
-            f"the plan is for a mesh {'x'.join(map(str, found.mesh['shape']))}, not {request.topology}; plan for this mesh, or pass that one"
+            f"the plan is for a mesh {'x'.join(map(str, found.mesh['shape']))}, not {request.topology}; plan for "
+            "this mesh, or pass that one"
         )
     carry_out(prepared, found, request.profile, request.settings)
     return found

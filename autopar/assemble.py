@@ -1,4 +1,6 @@
-"""From a plan to the module that runs it: this rank's shards, its lowered program, and the way to lower for other inputs."""
+"""From a plan to the module that runs it: this rank's shards, its lowered program, and the way to lower for other
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from autopar.pipeline import Prepared, carry_out, lower, prepare
 from autopar.plan import Plan
 from autopar.request import Request
 from autopar.runtime.check import agree, digest
-from autopar.runtime.module import Lowered, ParallelModule
+from autopar.runtime.module import Lowered, ParallelModule, draws_numbers
 from autopar.runtime.parameters import OLD_PARAMETERS, shard_parameter
 from autopar.runtime.process_mesh import ProcessMesh, connect
 from autopar.solver.decide import degrees
@@ -38,7 +40,9 @@ def build_module(model: nn.Module, prepared: Prepared, request: Request, chosen:
     lowering.first = lowering.lowered(prepared, decisions, logical, dump)
     _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)
     batch_axes = tuple(a.name for a, role in zip(logical.axes, roles, strict=True) if role == "dp")
-    module = ParallelModule(chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes)
+    module = ParallelModule(
+        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program)
+    )
     return module.train(model.training)
 
 

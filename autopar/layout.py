@@ -104,7 +104,9 @@ def whole(shape: Sequence[int]) -> Parts:
 
 @lru_cache(maxsize=65536)
 def chunk(size: int, ranks: int, index: int) -> tuple[int, int]:
-    """(first, length) of shard `index` when `size` is cut in `ranks` chunks of ceil(size / ranks), the last ones shorter."""
+    """(first, length) of shard `index` when `size` is cut in `ranks` chunks of ceil(size / ranks), the last ones
+    shorter.
+    """
     step = -(-size // ranks)
     first = min(index * step, size)
     return first, min(step, size - first)
@@ -173,7 +175,8 @@ TRANSITIONS: dict[tuple[str, str], Transition] = {
 }
 
 GRADIENT = {"I": "I", "R": "P", "S": "S", "P": "I"}
-"""Kind of a placement's gradient. The backward column above is the forward of the move GRADIENT[to] -> GRADIENT[from]."""
+"""Kind of a placement's gradient. The backward column above is the forward of the move GRADIENT[to] -> GRADIENT[from].
+"""
 
 FREE = frozenset({"nothing", "slice", "pad", "keep"})
 """Primitives that send nothing."""

@@ -1,6 +1,7 @@
 """What kind of tensor each output of the parallel module is: decided once, from the captured program.
 
-"auto": a model that returns a loss (a field named `loss`, else its only differentiable scalar) gives its scalars as plain
+"auto": a model that returns a loss (a field named `loss`, else its only differentiable scalar) gives its scalars as
+plain
 tensors and leaves its other tensors where they lie, as DTensors; a model without a loss gives plain global tensors.
 "gather": all plain and global. "shard": all DTensors.
 """

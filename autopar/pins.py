@@ -1,6 +1,7 @@
 """Decisions taken by the user: the `pin` argument, checked once.
 
-What enters: a dict such as `{"tp": 8, "zero": 3, "*.up_proj.weight": {"tp": "S(0)"}}`. What leaves: a frozen `Pins`. Refused, with a
+What enters: a dict such as `{"tp": 8, "zero": 3, "*.up_proj.weight": {"tp": "S(0)"}}`. What leaves: a frozen `Pins`.
+    Refused, with a
 `PlanError` naming the key: unknown keys, values of the wrong kind, what no plan can hold.
 """
 
@@ -122,6 +123,6 @@ def _placements(pattern: str, value: Mapping[str, Any]) -> tuple[tuple[str, str]
     for axis, placement in value.items():
         if not isinstance(placement, str) or not _PLACEMENT.fullmatch(placement.replace(" ", "")):
             raise PlanError(
-                f'pin "{pattern}"[{axis!r}]={placement!r}: a parameter lies as "I", "S(dim)" or "S(dim,blocks)" on an axis'
+                f'pin "{pattern}"[{axis!r}]={placement!r}: a parameter lies as "I", "S(dim)" or "S(dim,blocks)"'
             )
     return tuple((axis, placement.replace(" ", "")) for axis, placement in value.items())

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Interpreter
 from autopar.capture import capture
 from autopar.cost.hardware import Profile
 from autopar.dump import Dump
-from autopar.layout import Layout, Parts
+from autopar.layout import I, Layout, Parts
 from autopar.mesh import LogicalMesh, Mesh, factor_axes
 from autopar.outputs import output_kinds
 from autopar.passes.check import check_layouts
@@ -33,10 +33,11 @@ from autopar.rules import rule_of
 from autopar.rules.analyse import Analysis, analyse
 from autopar.rules.discover import Discover
 from autopar.runtime.module import Lowered
-from autopar.solver.build import Settings
 from autopar.solver.decide import decide
 from autopar.solver.report import fixed_of, make_plan, mesh_of
 from autopar.solver.search import Found, on_axes, search
+from autopar.solver.settings import Settings
+from autopar.solver.sinks import sink_values
 
 Progress = Callable[[str], None]
 """Told the name of each stage as it begins."""
@@ -162,8 +163,6 @@ class Compiled:
 
 def sinks_of(prepared: Prepared, decisions: Decisions, mesh: LogicalMesh) -> dict[int, tuple[Parts, Layout, str]]:
     """Parts, layout and kind of each sink."""
-    from autopar.layout import I
-    from autopar.solver.build import sink_values
 
     whole = (I,) * len(mesh.axes)
     return {

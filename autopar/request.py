@@ -1,6 +1,7 @@
 """The arguments of `parallelize` and `plan`, checked once.
 
-What enters: what the user passed. What leaves: a frozen `Request`. Refused, with one line that names the argument: unknown words, pins
+What enters: what the user passed. What leaves: a frozen `Request`. Refused, with one line that names the argument:
+    unknown words, pins
 that no plan can hold, a mesh that is none.
 """
 
@@ -17,7 +18,7 @@ from autopar.cost.memory import usable_bytes
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.pins import Pins, parse_pins
-from autopar.solver.build import Settings
+from autopar.solver.settings import Settings
 
 BACKENDS = ("auto", "eager", "aot", "inductor")
 RECOMPUTE = ("none", "selective", "full")
@@ -56,7 +57,8 @@ def make_request(
         raise PlanError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     if backend == "inductor":
         raise PlanError(
-            f"backend={backend!r}: this version of autopar has the eager and aot backends only; pass 'eager', 'aot' or 'auto'"
+            f"backend={backend!r}: this version of autopar has the eager and aot backends only; pass 'eager', "
+            "'aot' or 'auto'"
         )
     topology, pinned = topology_of(mesh)
     pins = parse_pins({**pinned, **(pin or {})})
@@ -74,7 +76,8 @@ def check_data_axis(pins: Pins, topology: Mesh) -> None:
         other *= degree if role not in ("dp", "cp") else 1
     if pins.zero and topology.size // other == 1:
         raise PlanError(
-            f"pin zero={pins.zero}: ZeRO shards over data axes, and the pins {dict(pins.given)} leave none on a mesh of {topology.size}"
+            f"pin zero={pins.zero}: ZeRO shards over data axes, and the pins {dict(pins.given)} leave none on a "
+            f"mesh of {topology.size}"
         )
 
 

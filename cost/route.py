@@ -1,7 +1,9 @@
 """The cheapest chain of one-axis transitions between two layouts of one value, and its price.
 
-What enters: a value's parts, element size, whether it takes a gradient, the mesh and its profile. What leaves: a `Routes` with the
-cost of every pair of layouts and the chain itself. The planner pays these prices and the shard pass walks these chains, so
+What enters: a value's parts, element size, whether it takes a gradient, the mesh and its profile. What leaves: a
+    `Routes` with the
+cost of every pair of layouts and the chain itself. The planner pays these prices and the shard pass walks these
+chains, so
 that what was priced is what runs.
 
 A transition on one axis may not gather an axis whose part a later axis cuts further (axes cut in mesh order), so such a
@@ -65,7 +67,9 @@ def routes(
     profile: Profile,
     forwards: int = 1,
 ) -> Routes:
-    """Routes of a value. cut: the flat parts that some layout cuts; others stay whole. forwards: 2 where the backward makes the transition again."""
+    """Routes of a value. cut: the flat parts that some layout cuts; others stay whole. forwards: 2 where the backward
+    makes the transition again.
+    """
     kinds = [I, P, *([R] if takes_gradient else []), *(S(part) for part in cut)]
     states = tuple(itertools.product(kinds, repeat=len(mesh.axes)))
     codes = np.array(list(itertools.product(range(len(kinds)), repeat=len(mesh.axes))), dtype=np.int64).reshape(

@@ -1,6 +1,7 @@
 """Which values autograd keeps from the forward for the backward.
 
-An op keeps what its rule says: for products an input when *another* input takes a gradient, for others an input or the output when
+An op keeps what its rule says: for products an input when *another* input takes a gradient, for others an input or the
+    output when
 anything does. A view shares its input's memory, so a chain of views is charged once, where it is first kept.
 """
 

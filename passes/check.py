@@ -1,7 +1,9 @@
 """Type-check a local program: every layout on it follows from a rule, every move is a row of the table.
 
-What enters: the program of one rank after `shard`, and the analysis it came from. What leaves: nothing. Refused (`AssertionError`, a bug
-of ours): an op whose operands lie as no option of its rule says, a move that the table does not have, a local shape that is
+What enters: the program of one rank after `shard`, and the analysis it came from. What leaves: nothing. Refused
+    (`AssertionError`, a bug
+of ours): an op whose operands lie as no option of its rule says, a move that the table does not have, a local shape
+that is
 not its layout's, an output left partial.
 
 The walk reads only the graph and its records, so it does not repeat what the shard pass believed.
@@ -52,7 +54,8 @@ def _check_move(node: Node, known: Record, mesh: LogicalMesh) -> None:
     assert isinstance(source, Node)
     axis = next(i for i, a in enumerate(mesh.axes) if a.name == axis_name)
     was = record(source).layout
-    assert was is not None and known.layout is not None, f"{node.name}: a move of a value without a layout"
+    assert was is not None, f"{node.name}: a move of a value without a layout"
+    assert known.layout is not None
     assert (was[axis].kind, was[axis].part) == parse_placement(str(before)), (
         f"{node.name}: moves from {before}, but {source.name} lies as {was[axis]}"
     )
@@ -91,7 +94,8 @@ def _check_op(node: Node, op: Op, analysis: Analysis, mesh: LogicalMesh) -> None
                 same_ins and any(_same(results[i].kind, results[i].part, layout[axis], op.out_grads[i]) for i in outs)
             )
         assert found, (
-            f"{node.name} ({op.node.target}) on axis {mesh.axes[axis].name}: inputs {[r[axis] for r in reads]} -> {layout[axis]} is no option of its rule"
+            f"{node.name} ({op.node.target}) on axis {mesh.axes[axis].name}: inputs {[r[axis] for r in reads]} -> "
+            f"{layout[axis]} is no option of its rule"
         )
 
 

@@ -1,11 +1,13 @@
 """Lower the local program to the two graphs that really run, cut as the plan says.
 
-AOTAutograd traces the program of one rank, collectives included, into one joint graph; `partition` cuts it. A forward value that the
+AOTAutograd traces the program of one rank, collectives included, into one joint graph; `partition` cuts it. A forward
+value that the
 backward needs is saved, unless
 
     it is made of parameters alone (a gathered shard, a transposed weight): made again from the parameter, so a gathered
     parameter is freed after its use and gathered a second time (ZeRO-3);
-    it is made of nothing (a mask, positions): made again;
+    it is made of nothing (a mask, positions): made again, as are random numbers from their key, but the key is saved:
+    by the time of the backward another call may have begun;
     it lies in a block that the plan recomputes: made again from the block's inputs ("full"), or from the results of
     products and collectives ("selective").
 
@@ -23,6 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.program import record
+from autopar.runtime import random_ops  # noqa: F401 - defines torch.ops.autopar.key
 
 PRODUCTS = frozenset(
     "mm addmm bmm baddbmm convolution native_layer_norm native_batch_norm".split()
@@ -72,6 +75,7 @@ class _Walk:
         self.places = [n for n in self.nodes if n.op == "placeholder"]
         self.late = self.closure(n for n in self.places if "tangents" in str(n.target))
         primals = [n for n in self.places if n not in self.late]
+        self.keys = {n for n in self.nodes if n.target is torch.ops.autopar.key.default}
         inputs = [n for i, n in enumerate(primals) if i not in policy.parameters]
         self.of_inputs = self.closure(inputs)
 
@@ -84,7 +88,7 @@ class _Walk:
         return found
 
     def made_again(self, node: Node) -> bool:
-        if node.op != "call_function" or node in self.late:
+        if node.op != "call_function" or node in self.late or node in self.keys:
             return False
         if node not in self.of_inputs:  # of parameters, or of nothing
             return True

@@ -17,7 +17,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class MergeCollectives:
-    """Join all-reduces of one group and dtype whose results nothing but the outputs reads (gradients), in the order they are made.
+    """Join all-reduces of one group and dtype whose results nothing but the outputs reads (gradients), in the order
+    they are made.
 
     Input:   %a = all_reduce(%g0, sum, dp) ; %b = wait(%a) ; %c = all_reduce(%g1, sum, dp) ; %d = wait(%c)
     Output:  %t = cat(flat(%g0), flat(%g1)) ; %r = all_reduce(%t, sum, dp) ; %w = wait(%r) ; %b, %d = views of %w

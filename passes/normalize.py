@@ -1,5 +1,5 @@
 """Bring the captured graph into the few forms that the rules know: sums with global counts instead of means of losses,
-no dropout that drops nothing, no factory that reads a tensor only for its dtype."""
+random numbers from our own generator, no factory that reads a tensor only for its dtype."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.program import Program, record, set_record
+from autopar.passes import normalize_random
+from autopar.program import Program, record, set_record, tensors_of
 from autopar.rules import loss
-from autopar.rules.call import Call
+from autopar.rules.call import Call, is_getitem
 from autopar.rules.loss import MEAN, NONE, SUM, probabilities
 
 aten = torch.ops.aten
@@ -21,23 +22,28 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """Split mean losses into sum and global count, drop what does nothing, and free factories of the tensors they only look at.
+    """Split mean losses into sum and global count, draw random numbers by key, and free factories of the tensors they
+    only look at.
 
     Input:   %l = cross_entropy_loss(%x, %t)
     Output:  %s = cross_entropy_loss(%x, %t, reduction=sum) ; %n = sum(ne(%t, -100)) ; %l = div(%s, %n)
-    Refuses: nothing; what it does not know stays as it is.
+    Refuses: random ops that `normalize_random` does not know; everything else that it does not know stays as it is.
     """
 
     def run(self, program: Program) -> Program:
         graph = Graph()
-        values: dict[Node, Node] = {}
+        values: dict[Node, Any] = {}
         for node in program.graph.nodes:
+            if is_getitem(node) and isinstance(values[node.args[0]], tuple):
+                values[node] = values[node.args[0]][node.args[1]]
+                continue
             if node.op == "call_function":
                 rewrite = REWRITES.get(_packet(node))
                 replaced = rewrite(Emitter(graph, node, values)) if rewrite is not None else None
                 if replaced is not None:
                     values[node] = replaced
                     continue
+                normalize_random.refuse(node)
             values[node] = graph.node_copy(node, values.__getitem__)
         return replace(program, graph=_clean(graph))
 
@@ -48,7 +54,9 @@ class Emitter:
 
     graph: Graph
     node: Node
-    values: dict[Node, Node]
+    values: dict[Node, Any]
+    """Node of the old graph -> node of the new one; a tuple of them for an op with several outputs that was replaced.
+    """
 
     @property
     def call(self) -> Call:
@@ -75,8 +83,11 @@ class Emitter:
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {k: v for k, v in self.node.meta.items() if k != "val"}
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = next((v.fake_mode for v in torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)) if hasattr(v, "fake_mode")), None)
-        mode = mode or getattr(self.node.meta["val"], "fake_mode", None)
+        mode = next(
+            (v.fake_mode for v in torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)) if hasattr(v, "fake_mode")),
+            None,
+        )
+        mode = mode or next((v.fake_mode for v in tensors_of(self.node) if hasattr(v, "fake_mode")), None)
         if mode is not None:
             with mode:
                 made.meta["val"] = target(*fake_args, **fake_kwargs)
@@ -127,10 +138,6 @@ def _unreduced(e: Emitter) -> Node | None:
     return e.emit(aten.mean.default if reduction == MEAN else aten.sum.default, rows)
 
 
-def _dropout(e: Emitter) -> Node | None:
-    return None if e.call.arg("train") and e.call.arg("p") else e.new("input")
-
-
 def _new_filled(value: float | None) -> Callable[[Emitter], Node | None]:
     def rewrite(e: Emitter) -> Node | None:
         out = e.node.meta["val"]
@@ -142,10 +149,10 @@ def _new_filled(value: float | None) -> Callable[[Emitter], Node | None]:
     return rewrite
 
 
-REWRITES: dict[str, Callable[[Emitter], Node | None]] = {
+REWRITES: dict[str, Callable[[Emitter], Node | tuple[Node, ...] | None]] = {
+    **normalize_random.REWRITES,
     **{f"aten::{name}": _classification for name in loss.BY_CLASS},
     **{f"aten::{name}": _unreduced for name in loss.BY_ROW},
-    "aten::dropout": _dropout,
     "aten::new_ones": _new_filled(1),
     "aten::new_zeros": _new_filled(0),
     "aten::new_full": _new_filled(None),

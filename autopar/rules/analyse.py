@@ -1,4 +1,5 @@
-"""Everything the rules say about one program: for each op its rule, its operands, its factors and which values take a gradient.
+"""Everything the rules say about one program: for each op its rule, its operands, its factors and which values take a
+gradient.
 
 What enters: a normalised `Program`. What leaves: an `Analysis`, the common ground of pricing, planning and rewriting.
 Values are named: a node with one tensor by its name, output i of a node with several as `name.i`.
@@ -161,7 +162,8 @@ def analyse(program: Program, *, rules: Callable[[Node], Rule | None] = rule_of,
             ruled.add(node.name)
         elif strict:
             raise UnsupportedOpError(
-                f"{record(node).where or node.name}: {op_text(node)} has no rule, so it would be kept whole; register one with autopar.register_rule, or pass strict=False"
+                f"{record(node).where or node.name}: {op_text(node)} has no rule, so it would be kept whole; "
+                "register one with autopar.register_rule, or pass strict=False"
             )
         takes = any(grads[v] for v in ins) and _name(node) not in STOPS_GRADIENT
         for name, value in zip(names, values, strict=True):

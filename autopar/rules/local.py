@@ -1,6 +1,7 @@
 """Make the local program of one op: what a rank runs on its shards.
 
-Most ops run as they are. The others get a function `local(ctx: Local) -> Node | tuple of nodes` in their rule, which emits nodes
+Most ops run as they are. The others get a function `local(ctx: Local) -> Node | tuple of nodes` in their rule, which
+emits nodes
 through `ctx`: sizes of views, offsets into a cut vocabulary, collectives inside a distributed softmax.
 """
 
@@ -97,7 +98,9 @@ class Local:
         return rest * math.prod(sizes.values())
 
     def reduce(self, node: Node, letter: str, kind: str) -> Node:
-        """All-reduce over the axes that cut `letter`: kind "I" or "R" of a partial sum, "max" of a maximum (no gradient)."""
+        """All-reduce over the axes that cut `letter`: kind "I" or "R" of a partial sum, "max" of a maximum (no
+        gradient).
+        """
         for axis in self.cut(letter):
             if kind == "max":
                 node = self.emit_max(node, axis)

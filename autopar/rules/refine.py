@@ -12,6 +12,7 @@ of one dim form a chain under divisibility.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -114,7 +115,7 @@ def _sizes(chain: set[int]) -> tuple[int, ...]:
     ordered = sorted(chain, reverse=True)
     if 0 in chain:
         return (0,)
-    return tuple(a // b for a, b in zip(ordered, ordered[1:], strict=False)) or (1,)
+    return tuple(a // b for a, b in itertools.pairwise(ordered)) or (1,)
 
 
 def _factors(rule: Rule, operand: Operands, parts: Mapping[str, Parts]) -> tuple[Factor, ...]:
@@ -157,7 +158,9 @@ def _factors(rule: Rule, operand: Operands, parts: Mapping[str, Parts]) -> tuple
 
 
 def _run(parts: Parts, dim: int, inner: int, size: int) -> tuple[int, tuple[int, ...]] | None:
-    """(first flat part, part sizes) of the interval of `size` steps of `inner` elements in a dim, or None if it is cut across."""
+    """(first flat part, part sizes) of the interval of `size` steps of `inner` elements in a dim, or None if it is cut
+    across.
+    """
     sizes = parts.dims[dim]
     for start in range(len(sizes)):
         for stop in range(start + 1, len(sizes) + 1):

@@ -64,7 +64,9 @@ class Rule:
     """Inputs added to a sum (a bias): partial, not replicated, where the sum is."""
     distributed: Mapping[str, Distributed] = field(default_factory=dict)
     linear_backward: bool = True
-    """Is the gradient of a sum of parts the sum of their gradients? Unknown (False) of a user's backward: "R" is then not offered."""
+    """Is the gradient of a sum of parts the sum of their gradients? Unknown (False) of a user's backward: "R" is then
+    not offered.
+    """
     local: Callable[[Local], object] | None = None
     """Makes the local program of the op; None calls the op itself on shards."""
     flop: float = 0.0
@@ -118,7 +120,8 @@ def parse(
     shapes = [tuple(s) for s in (*in_shapes, *out_shapes)]
     if len(specs) != len(shapes) or n_in != len(in_shapes):
         raise RuleError(
-            f'rule "{notation}" names {n_in} inputs and {len(specs) - n_in} outputs; the op has {len(in_shapes)} and {len(out_shapes)}'
+            f'rule "{notation}" names {n_in} inputs and {len(specs) - n_in} outputs; '
+            f"the op has {len(in_shapes)} and {len(out_shapes)}"
         )
     leading = max(
         (len(shape) - len(spec) + 1 for spec, shape in zip(specs, shapes, strict=True) if ("...",) in spec), default=0
@@ -149,7 +152,8 @@ def parse(
                 dims.append(())  # broadcast
             elif _product(known, dim) != size:
                 raise RuleError(
-                    f'rule "{notation}": dim {" ".join(dim)} has size {_product(known, dim)}, the tensor of shape {shape} has {size}'
+                    f'rule "{notation}": dim {" ".join(dim)} has size {_product(known, dim)}, '
+                    f"the tensor of shape {shape} has {size}"
                 )
             else:
                 dims.append(dim)

@@ -42,7 +42,8 @@ def axis_options(rule: Rule, factors: Sequence[Factor], ranks: int) -> list[str]
     """Options on one axis of `ranks` ranks, factors that divide evenly before those that do not.
 
     A factor that `ranks` does not divide is offered only when no other part of its letter divides evenly and the
-    largest shard is at most twice the average one. A factor that must be filled is not offered where a shard would be empty.
+    largest shard is at most twice the average one. A factor that must be filled is not offered where a shard would be
+    empty.
     """
     even = {f.letter for f in factors if f.size % ranks == 0}
     names = [*_uncut(rule), *(f"P{k}" for k in range(len(rule.linear)))]
@@ -92,7 +93,9 @@ def strategies(
     out_grads: Sequence[bool],
     allowed: Allowed = lambda axis, option, factor: True,
 ) -> list[Strategy]:
-    """Every combination of options that can run. ranks: of each axis. in_grads, out_grads: does the value take a gradient?"""
+    """Every combination of options that can run. ranks: of each axis. in_grads, out_grads: does the value take a
+    gradient?
+    """
     by_name = {f.name: f for f in factors}
     choices = []
     for axis, n in enumerate(ranks):

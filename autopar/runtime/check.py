@@ -1,6 +1,7 @@
 """Agreement between ranks, before anything could hang: digests compared with two small collectives.
 
-What enters: this rank's view (plan, shapes, values, versions) as named digests. What leaves: nothing. Refused: any difference, with a
+What enters: this rank's view (plan, shapes, values, versions) as named digests. What leaves: nothing. Refused: any
+    difference, with a
 `RuntimeMismatchError` on every rank that names what differs and which ranks.
 """
 

@@ -1,7 +1,9 @@
 """The module that `parallelize` returns: called like the user's model, with the global batch, on every rank.
 
-What enters a call: plain tensors (the global batch, equal on every rank), DTensors (from `shard`), and any other values. What leaves: the model's
-own output structure. Each new combination of shapes, other values and train/eval mode is lowered once, with the same plan.
+What enters a call: plain tensors (the global batch, equal on every rank), DTensors (from `shard`), and any other
+    values. What leaves: the model's
+own output structure. Each new combination of shapes, other values and train/eval mode is lowered once, with the same
+plan.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from autopar.errors import RuntimeMismatchError
 from autopar.layout import Layout, Parts, shard_of
 from autopar.plan import Plan
 from autopar.program import OutputRef, Program
-from autopar.runtime.check import digest, same_everywhere, value_digest
+from autopar.runtime.check import digest, same_everywhere, share, value_digest
 from autopar.runtime.moves import use_groups
 from autopar.runtime.parameters import as_dtensor, full_tensors, local_of, place
 from autopar.runtime.process_mesh import ProcessMesh
+from autopar.runtime.random import Draws, drawing
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +48,8 @@ class ParallelModule(nn.Module):
     """A distributed model with the interface of the single-device one.
 
     Parameters are DTensors under the model's own names, so torch's optimizers, `clip_grad_norm_` and
-    `torch.distributed.checkpoint` work. Make the optimizer after `parallelize`, from this module's parameters. Gradients are
+    `torch.distributed.checkpoint` work. Make the optimizer after `parallelize`, from this module's parameters.
+    Gradients are
     complete after every `backward()`. On a mesh of one device parameters are plain tensors.
     """
 
@@ -61,12 +65,18 @@ class ParallelModule(nn.Module):
         ties: Mapping[str, str],
         shards: Mapping[str, tuple[Parts, Layout]],
         batch_axes: tuple[str, ...],
+        random: bool = False,
     ) -> None:
+        """random: the program draws random numbers; its seed is rank 0's `torch.initial_seed()` of now."""
         super().__init__()
         self.plan = plan
         self._mesh, self._lower, self._shards, self._batch_axes = mesh, lower, shards, batch_axes
         self._cache: dict[Any, Lowered] = {}
         self._first = True
+        self._random = random
+        self._draws = Draws(
+            share(torch.initial_seed, mesh.device) if mesh.device_mesh is not None else torch.initial_seed()
+        )
         self._state_names = dict(ties)
         for name, value in state.items():
             place(self, name, value, persistent=persistent.get(name, True))
@@ -84,7 +94,7 @@ class ParallelModule(nn.Module):
         program = lowered.program
         inputs = iter([leaf for leaf, tensor in zip(leaves, program.in_tensors, strict=True) if tensor])
         values = [next(inputs) if s.kind == "input" else self._local(program, s.path) for s in program.sources]
-        with use_groups(self._mesh.groups):
+        with use_groups(self._mesh.groups), drawing(self._draws.next(self.training)):
             results = lowered.run(*values)
         self._update_buffers(program, results)
         outputs = [self._output(lowered, results, v) if isinstance(v, OutputRef) else v for v in program.out_values]
@@ -104,6 +114,7 @@ class ParallelModule(nn.Module):
         if key not in self._cache:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             self._cache[key] = self._lower(args, kwargs, self.training)
+            self._random = self._random or draws_numbers(self._cache[key].program)
         return self._cache[key]
 
     def _agree(self, key: Any, leaves: list[Any]) -> None:
@@ -116,7 +127,9 @@ class ParallelModule(nn.Module):
         if not same_everywhere(digest(str(mine)), self._mesh.device):
             what = "shape, dtype, mode or value" if self._first else "shape, dtype, mode or other arguments"
             raise RuntimeMismatchError(
-                f"the inputs of this call differ between ranks in {what}; pass the same global batch on every rank, or each rank's own part through m.shard(batch). Here (rank {self._mesh.rank}): {_short(key)}"
+                f"the inputs of this call differ between ranks in {what}; pass the same global batch on every "
+                f"rank, or each rank's own part through m.shard(batch). Here (rank {self._mesh.rank}): "
+                f"{_short(key)}"
             )
         self._first = False
 
@@ -141,7 +154,7 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Plain tensors under the original names, ties kept; a collective call: every rank must make it."""
-        return full_tensors(self.state_dict(keep_vars=True))
+        return full_tensors({k: v for k, v in self.state_dict(keep_vars=True).items() if k != _EXTRA})
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Accepts this module's own (DTensor) state dict and the single-device model's full one."""
@@ -159,10 +172,24 @@ class ParallelModule(nn.Module):
             ready[name] = value
         return super().load_state_dict(ready, strict=strict, assign=assign)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._random:
+            destination[prefix + _EXTRA] = self._draws.to_tensor()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """A state dict without seed and counters (the single-device model's) leaves ours as they are."""
+        saved = state_dict.pop(prefix + _EXTRA, None)
+        if saved is not None:
+            self._draws.load(saved)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     # data
 
     def shard(self, batch: Any) -> Any:
-        """Turn this rank's own part of a batch (any nest of tensors, batch in dim 0) into DTensors that a call accepts."""
+        """Turn this rank's own part of a batch (any nest of tensors, batch in dim 0) into DTensors that a call
+        accepts.
+        """
         if self._mesh.device_mesh is None:
             return batch
         names = self._mesh.device_mesh.mesh_dim_names or ()
@@ -186,15 +213,19 @@ class ParallelModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients may stay unreduced between backward passes. The eager backend reduces in each: same numbers."""
+        """Inside, gradients may stay unreduced between backward passes. The eager backend reduces in each: same
+        numbers.
+        """
         yield
 
     def parameters_changed(self) -> None:
-        """Say that parameters were changed outside an optimizer. The eager backend keeps no copies, so nothing is to do."""
+        """Say that parameters were changed outside an optimizer. The eager backend keeps no copies, so nothing is to
+        do.
+        """
 
     def manual_seed(self, seed: int) -> None:
-        """Seed autopar's own randomness, the same on every rank."""
-        self._seed = int(seed)
+        """Seed autopar's own randomness (dropout and the like) and count calls from 0; pass the same seed on every rank."""
+        self._draws = Draws(int(seed))
 
     def programs(self) -> tuple[Program, ...]:
         """This rank's programs, one for each combination of shapes, other values and mode that was called."""
@@ -205,6 +236,15 @@ class ParallelModule(nn.Module):
         texts = [str(program.graph) for program in self.programs()]
         print("\n\n".join(texts))
         return "\n\n".join(texts)
+
+
+_EXTRA = "_extra_state"
+"""torch's name for what a module keeps beside tensors: here the seed and the numbers of calls."""
+
+
+def draws_numbers(program: Program) -> bool:
+    """Does this program draw random numbers?"""
+    return any(node.target is torch.ops.autopar.key.default for node in program.graph.nodes)
 
 
 def _find(root: nn.Module, path: str) -> torch.Tensor | None:

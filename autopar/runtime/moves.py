@@ -1,7 +1,9 @@
 """The transitions of `layout.TRANSITIONS` on real ranks: differentiable functions over torch.distributed.
 
-A program calls `move(x, axis, source, target, uncut)` and `max_over(x, axis)`; which process group an axis name means is said
-by `use_groups`. All shards are of chunk form (ceil sizes, the last ones shorter), so collectives run on shards padded to
+A program calls `move(x, axis, source, target, uncut)` and `max_over(x, axis)`; which process group an axis name means
+is said
+by `use_groups`. All shards are of chunk form (ceil sizes, the last ones shorter), so collectives run on shards padded
+to
 the largest one and trim the result.
 """
 

@@ -1,6 +1,7 @@
 """Parameters and buffers of the parallel module: this rank's shards as DTensors under the model's own names.
 
-What enters: the captured state and a layout for each parameter. What leaves: a tree of modules that holds them. Rank 0's values win
+What enters: the captured state and a layout for each parameter. What leaves: a tree of modules that holds them. Rank
+    0's values win
 where ranks differ, as in DistributedDataParallel.
 """
 
@@ -89,7 +90,9 @@ class OldParameters:
                 ref = self._refs.get(id(p))
                 if ref is not None and ref() is p:
                     raise PlanError(
-                        f"{type(optimizer).__name__} holds the parameters that the model had before autopar.parallelize; make it from the parallel module: {type(optimizer).__name__}(m.parameters(), ...)"
+                        f"{type(optimizer).__name__} holds the parameters that the model had before "
+                        f"autopar.parallelize; make it from the parallel module: {type(optimizer).__name__}"
+                        "(m.parameters(), ...)"
                     )
 
 

@@ -78,11 +78,13 @@ def check_world(size: int) -> None:
     """Raises: MeshError when the running process group is not of this size."""
     if not dist.is_available() or not dist.is_initialized():
         raise MeshError(
-            f"the mesh has {size} devices, but no process group runs; start the script with torchrun --nproc-per-node {size}, or call torch.distributed.init_process_group"
+            f"the mesh has {size} devices, but no process group runs; start the script with torchrun "
+            f"--nproc-per-node {size}, or call torch.distributed.init_process_group"
         )
     if dist.get_world_size() != size:
         raise MeshError(
-            f"the mesh has {size} devices, but {dist.get_world_size()} processes run; start {size}, or pass a mesh of {dist.get_world_size()}"
+            f"the mesh has {size} devices, but {dist.get_world_size()} processes run; start {size}, or pass a mesh "
+            f"of {dist.get_world_size()}"
         )
 
 

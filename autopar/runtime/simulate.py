@@ -1,8 +1,10 @@
 """n ranks in one process: the local programs of all ranks run in step, and every transition is one autograd function
 over the list of ranks with the table's backward. What proves rules and passes in milliseconds.
 
-What enters: one local graph for each rank (same nodes in the same order, other sizes and offsets) and each rank's inputs.
-What leaves: each rank's outputs, differentiable. Seed the backward of an invariant output with the same gradient on every rank.
+What enters: one local graph for each rank (same nodes in the same order, other sizes and offsets) and each rank's
+    inputs.
+What leaves: each rank's outputs, differentiable. Seed the backward of an invariant output with the same gradient on
+    every rank.
 """
 
 from __future__ import annotations

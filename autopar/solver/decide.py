@@ -12,8 +12,9 @@ from autopar.mesh import LogicalMesh
 from autopar.passes.shard import Decisions
 from autopar.rules.analyse import Analysis
 from autopar.rules.strategy import Strategy
-from autopar.solver.build import Built, left_layout, sink_values
+from autopar.solver.build import Built
 from autopar.solver.roles import Roles, is_attention
+from autopar.solver.sinks import left_layout, sink_values
 
 
 def decide(built: Built, options: Sequence[int], sinks: Mapping[int, str]) -> Decisions:

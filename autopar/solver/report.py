@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.mesh import LogicalMesh, Mesh, factor_axes
+from autopar.mesh import Axis, LogicalMesh, Mesh, factor_axes
 from autopar.plan import Plan
 from autopar.program import Program, record
 from autopar.rules.analyse import Analysis
-from autopar.solver.build import Built, Fixed, Settings, compute_dtype, stable_name
+from autopar.solver.build import Built
 from autopar.solver.decide import decide, degrees, model_flop, parameter_zero, zero_level
 from autopar.solver.roles import is_attention
 from autopar.solver.search import Found
+from autopar.solver.settings import Fixed, Settings, compute_dtype
+from autopar.solver.sinks import stable_name
 from autopar.user_function import op_text
 
 
@@ -30,7 +32,8 @@ def make_plan(
     for role, degree in pinned.items():
         if role in ("dp", "tp", "cp") and effective.to_dict()[role] < degree:
             raise PlanError(
-                f"pin {role}={degree} cannot be kept: the model's ops can be cut {effective.to_dict()[role]} ways in that role"
+                f"pin {role}={degree} cannot be kept: the model's ops can be cut {effective.to_dict()[role]} ways "
+                "in that role"
             )
     users = analysis.users
     params: dict[str, Any] = {}
@@ -60,7 +63,7 @@ def make_plan(
         model=describe(analysis.program, analysis),
         mesh={"shape": list(mesh.topology.shape), "device": mesh.topology.device},
         degrees=effective.to_dict(),
-        axes=tuple({"name": a.name, "size": a.size, "link": built.profile.link(a.spans[-1][0]).name if a.spans else "none", "role": a.role} for a in mesh.axes),
+        axes=tuple(_axis_entry(a, built) for a in mesh.axes),
         zero=zero_level(decisions, analysis, axis_roles),
         offload="none",
         recompute={c.name: found.recompute if len(c.blocks) > 1 else "none" for c in analysis.program.classes},
@@ -78,6 +81,11 @@ def make_plan(
         notes=tuple(notes),
         pins=dict(settings.pins.given),
     )  # fmt: skip
+
+
+def _axis_entry(axis: Axis, built: Built) -> dict[str, Any]:
+    link = built.profile.link(axis.spans[-1][0]).name if axis.spans else "none"
+    return {"name": axis.name, "size": axis.size, "link": link, "role": axis.role}
 
 
 def _op_entry(built: Built, name: str, options: tuple[str, ...], solution: tuple[int, ...]) -> dict[str, Any]:
@@ -157,12 +165,11 @@ def _predicted(analysis: Analysis, found: Found, settings: Settings) -> dict[str
 
 def tokens_of(analysis: Analysis) -> int:
     """Tokens of a batch: elements of the first integer input of two dims, else the batch size."""
-    inputs = [analysis.parts[s.node].shape for s in analysis.program.sources if s.kind == "input"]
-    tokens = [
-        math.prod(analysis.parts[s.node].shape) for s in analysis.program.sources
-        if s.kind == "input" and not analysis.dtypes[s.node].is_floating_point and len(analysis.parts[s.node].shape) == 2
-    ]  # fmt: skip
-    return tokens[0] if tokens else next((shape[0] for shape in inputs if shape), 1)
+    inputs = [s.node for s in analysis.program.sources if s.kind == "input"]
+    shapes = [analysis.parts[node].shape for node in inputs]
+    integers = [s for s, n in zip(shapes, inputs, strict=True) if not analysis.dtypes[n].is_floating_point]
+    tokens = [math.prod(shape) for shape in integers if len(shape) == 2]
+    return tokens[0] if tokens else next((shape[0] for shape in shapes if shape), 1)
 
 
 def flop_of(analysis: Analysis, tokens: int) -> float:
@@ -228,7 +235,9 @@ def fixed_of(plan: Plan, analysis: Analysis) -> Fixed:
     mine = describe(analysis.program, analysis)
     if mine["digest"] != plan.model["digest"]:
         raise PlanError(
-            f"the plan was made for {plan.model['name']} ({plan.model['parameters']:,} parameters), whose parameter names or shapes differ from this model's ({mine['parameters']:,} parameters); plan this model again"
+            f"the plan was made for {plan.model['name']} ({plan.model['parameters']:,} parameters), whose "
+            f"parameter names or shapes differ from this model's ({mine['parameters']:,} parameters); plan this "
+            "model again"
         )
     names = [a["name"] for a in plan.axes]
     params: dict[str, tuple[str, ...]] = {}

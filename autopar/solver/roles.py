@@ -1,7 +1,9 @@
 """What each axis may do in each op, and what it must: pinned roles turned into allowed and required options.
 
-A factor is *batch* when its parts are tied by the rules to dim 0 of the first tensor input (or what `batch_dims` says), and
-*sequence* when they are tied to the query or key sequence of attention (without attention: to dim 1 of an integer input).
+A factor is *batch* when its parts are tied by the rules to dim 0 of the first tensor input (or what `batch_dims`
+says), and
+*sequence* when they are tied to the query or key sequence of attention (without attention: to dim 1 of an integer
+input).
 A pinned axis splits ops only in its own role; every op with a matrix product that can take the role must take it.
 """
 

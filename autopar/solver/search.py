@@ -1,6 +1,7 @@
 """Choose the logical axes, too: solve one problem for each way to factor the mesh, keep the best plan.
 
-What enters: an `Analysis`, the topology, settings. What leaves: a `Found`: the axes, the built problem, its solution. The first
+What enters: an `Analysis`, the topology, settings. What leaves: a `Found`: the axes, the built problem, its solution.
+    The first
 factoring is one axis a level; others divide a level, or a pinned tp that the model's heads do not divide.
 """
 
@@ -15,9 +16,10 @@ from autopar.cost.hardware import Profile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import LogicalMesh, Mesh, factor_axes, free_factorisations
 from autopar.rules.analyse import Analysis
-from autopar.solver.build import Built, Settings, build
+from autopar.solver.build import Built, build
 from autopar.solver.optimise import solve
 from autopar.solver.problem import Solution
+from autopar.solver.settings import Settings
 
 GAP = 1e-3
 """Relative gap at which the solver may stop."""
@@ -136,7 +138,9 @@ def candidates(analysis: Analysis, topology: Mesh, settings: Settings) -> list[L
 
 
 def head_divisors(analysis: Analysis, tp: int) -> Sequence[int]:
-    """Proper divisors of tp that divide the leading part of some divided weight dim which tp does not (key/value heads)."""
+    """Proper divisors of tp that divide the leading part of some divided weight dim which tp does not (key/value
+    heads).
+    """
     found = set()
     for source in analysis.program.sources:
         if source.kind == "parameter":

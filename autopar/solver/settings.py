@@ -1,0 +1,40 @@
+"""What the user asked for, beside the model and the mesh, in the planner's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.pins import Pins
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """Decisions by stable names: options of ops, placements (as text) of parameters and of common reads."""
+
+    ops: Mapping[str, tuple[str, ...]]
+    params: Mapping[str, tuple[str, ...]]
+    reads: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What the user asked for, beside the model and the mesh."""
+
+    pins: Pins
+    memory_bytes: float
+    optimizer: str | int = "adamw"
+    precision: str | None = None
+    batch_dims: Mapping[str, int] | None = None
+    recompute: str = "none"
+    """What the repeated blocks recompute in the backward: "none", "selective" (everything but products), "full"."""
+    fixed: Fixed | None = None
+    """Decisions of a plan that is given; what it does not name is chosen around it."""
+
+
+def compute_dtype(dtype: torch.dtype, precision: str | None) -> torch.dtype:
+    """The dtype a tensor has while computing under a precision."""
+    lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "")
+    return lower if lower is not None and dtype == torch.float32 else dtype

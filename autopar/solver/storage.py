@@ -1,0 +1,73 @@
+"""How parameters may be stored: shards that a DTensor can express, as far as the pins and the given plan allow."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.errors import PlanError
+from autopar.layout import I, Layout, Parts, S
+from autopar.mesh import LogicalMesh
+from autopar.solver.settings import Settings
+
+
+def allowed_storage(path: str, parts: Parts, mesh: LogicalMesh, settings: Settings) -> list[Layout]:
+    """Layouts that the parameter `path` may be stored in.
+
+    ZeRO 3 cuts every parameter on the data axes as far as it can be cut; pinned layouts and those of a given plan hold.
+    Raises:  PlanError: none is left.
+    """
+    every = storage_layouts(parts, mesh)
+    pinned = settings.pins.layout_of(path)
+    if settings.fixed is not None and path in settings.fixed.params:
+        found = [x for x in every if tuple(map(parts.name, x)) == settings.fixed.params[path]]
+    elif pinned:
+        found = [x for x in every if _keeps(x, parts, mesh, pinned)]
+    elif settings.pins.zero == 3:
+        best = max(cut_over_data(x, mesh) for x in every)
+        found = [x for x in every if cut_over_data(x, mesh) == best]
+    else:
+        found = every
+    if not found:
+        wanted = pinned or (settings.fixed and settings.fixed.params[path])
+        raise PlanError(f"parameter {path} of shape {parts.shape} cannot lie as {wanted} on {mesh.topology}")
+    return found
+
+
+def _keeps(layout: Layout, parts: Parts, mesh: LogicalMesh, pinned: dict[str, str]) -> bool:
+    for axis, placement in zip(mesh.axes, layout, strict=True):
+        for key in (axis.name, axis.role):
+            if key in pinned and parts.name(placement) != pinned[key].replace("R", "I"):
+                return False
+    return True
+
+
+def cut_over_data(layout: Layout, mesh: LogicalMesh) -> int:
+    """Ranks over which the data axes (pinned dp, or free axes) cut a stored parameter."""
+    axes = zip(mesh.axes, layout, strict=True)
+    return math.prod(a.size for a, p in axes if a.role in ("dp", "cp", None) and p.kind == "S")
+
+
+def storage_layouts(parts: Parts, mesh: LogicalMesh) -> list[Layout]:
+    """Ways to store a parameter: cut in at most one part a dim, in shards that a DTensor can express.
+
+    Even cuts of any part are strided shards; an uneven cut needs a dim of one part.
+    """
+    found: list[Layout] = [()]
+    for axis in mesh.axes:
+        longer = []
+        for layout in found:
+            longer.append((*layout, I))
+            for part, size in enumerate(parts.flat):
+                dim = parts.dim_of(part)
+                others = [p.part for p in layout if p.kind == "S" and parts.dim_of(p.part) == dim]
+                if any(p != part for p in others):
+                    continue
+                taken = [a.size for a, p in zip(mesh.axes, layout, strict=False) if p == S(part)]
+                ranks = axis.size * math.prod(taken)
+                single = len([n for n in parts.dims[dim] if n > 1]) == 1
+                even = size > 1 and size % ranks == 0
+                uneven = size > 1 and single and not others and -(-size // ranks) * ranks <= 2 * size
+                if (even and (not others or single)) or uneven:
+                    longer.append((*layout, S(part)))
+        found = longer
+    return found
