@@ -2,7 +2,7 @@
 
 Enters: a class and the arguments of one `apply`, while a model is traced. Leaves: a number for the op; tensors are the
 op's inputs, everything else is remembered here, in this process. Running the op calls `apply` again, so that the
-user's backward stays what it was. Calls that differ in their tensors alone share a number, so that equal blocks stay equal.
+user's backward stays what it was. Calls that differ in their tensors alone share a number: equal blocks stay equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _TensorPlace:
 
 TENSOR = _TensorPlace()
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ def function_class(node: Node) -> type[Function] | None:
 
 
 def op_text(node: Node) -> str:
-    """How messages and plans name a node's op: `aten.linear.default`, `mylib.rotate.default`, `autograd.Function Reverse`."""
+    """How messages and plans name an op: `aten.linear.default`, `mylib.rotate.default`, `autograd.Function Mine`."""
     cls = function_class(node)
     return str(node.target) if cls is None else f"autograd.Function {cls.__qualname__}"
 

@@ -182,7 +182,7 @@ def _set_records(graph: Graph, sources: dict[Node, Source], block_of: dict[Node,
 
 
 def op_name(node: Node) -> str:
-    """`linear`, `add`, `getitem`; ops outside aten keep their namespace: `mylib::rotate`; a Function has its class's name."""
+    """`linear`, `getitem`; ops outside aten keep their namespace: `mylib::rotate`; a Function has its class's name."""
     target, cls = node.target, function_class(node)
     if cls is not None:
         return cls.__name__

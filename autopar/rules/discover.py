@@ -6,9 +6,9 @@ longer, so that shards are uneven), at two scales of the data. The set is one fa
 and outputs that lack it, summed, are those of the whole op, and so are the gradients of the inputs, and when that holds
 inside a shard of every other factor, too.
 
-Random tests are no proof: an op that behaves otherwise for rare values passes them. A plan says which rules were found so.
-Refused: ops with random results, with more dims than can be tried, that cannot run on small tensors, or in float64 and in
-their own dtype on the device they were captured on.
+Random tests are no proof: an op that behaves otherwise for rare values passes them. A plan says which rules were found
+so. Refused: ops with random results, with more dims than can be tried, or that run neither in float64 nor in their own
+dtype on small tensors on the device they were captured on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import RuleError
 from autopar.layout import chunk
-from autopar.program import record, tensors_of
+from autopar.program import record
 from autopar.rules import rule_of
 from autopar.rules.call import Call, tensor_inputs
 from autopar.rules.register import build
@@ -86,8 +86,10 @@ class Discover:
 
 def _key(node: Node) -> Any:
     """Calls that differ in nothing that discovery looks at."""
+
     def plain(leaf: Any) -> Any:
-        return (tuple(leaf.meta["val"].shape), leaf.meta["val"].dtype) if isinstance(leaf, Node) and isinstance(leaf.meta.get("val"), Tensor) else repr(leaf)
+        value = leaf.meta.get("val") if isinstance(leaf, Node) else None
+        return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(leaf)
 
     leaves, spec = pytree.tree_flatten((list(node.args), dict(node.kwargs)))
     return str(node.target), str(spec), tuple(map(plain, leaves))
@@ -199,14 +201,11 @@ class _Trial:
         """Is the set a factor, at this size and at a longer one?"""
         if not all(self.splits(cut, self.random(self.ins, scale)) for scale in SCALES):
             return False
-        longer = tuple(
-            tuple(LONGER if d == at else n for d, n in enumerate(shape)) for shape, at in zip(self.ins, cut, strict=False)
-        )
-        tensors = self.random(longer, SCALES[0])
-        expected = [
+        longer = [
             tuple(LONGER if d == at else n for d, n in enumerate(shape))
-            for shape, at in zip(self.outs, cut[len(self.ins) :], strict=True)
+            for shape, at in zip((*self.ins, *self.outs), cut, strict=True)
         ]
+        tensors, expected = self.random(longer[: len(self.ins)], SCALES[0]), longer[len(self.ins) :]
         whole = self.run(tensors)
         if whole is None or [tuple(o.shape) for o in whole.outs] != expected:
             return True  # another size does not fit the call's other arguments
@@ -235,7 +234,7 @@ class _Trial:
         together = _Result(
             tuple(_join([p.outs[i] for p in parts], d) for i, d in enumerate(cut[n:])),
             whole.seeds,
-            tuple(_join([p.grads[i] for p in parts], d) for i, d in enumerate(cut[:n])),
+            tuple(_join_gradients([p.grads[i] for p in parts], d) for i, d in enumerate(cut[:n])),
         )
         return whole.equals(together)
 
@@ -316,11 +315,18 @@ def _shards(tensors: Sequence[Tensor], cut: Sequence[int], count: int) -> list[l
     ]
 
 
-def _join(pieces: Sequence[Tensor | None], dim: int) -> Tensor | None:
-    """Shards joined, or parts summed. A sum of booleans is none, and an empty tensor equals nothing that it could."""
+def _join(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """Shards joined, or parts summed. A sum of booleans is none: the result then equals nothing."""
+    if dim >= 0:
+        return torch.cat(list(pieces), dim)
+    if pieces[0].dtype == torch.bool:
+        return pieces[0].new_empty((0,) * (pieces[0].ndim + 1))
+    return torch.stack(list(pieces)).sum(0, dtype=pieces[0].dtype)
+
+
+def _join_gradients(pieces: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    """None where no shard has one; a shard without one has zeros when it is a part of a sum, else there is no rule."""
     present = [p for p in pieces if p is not None]
     if not present:
         return None
-    if len(present) < len(pieces) or (dim < 0 and present[0].dtype == torch.bool):
-        return present[0].new_empty((0, 0, 0, 0, 0, 0))
-    return torch.cat(present, dim) if dim >= 0 else torch.stack(present).sum(0, dtype=present[0].dtype)
+    return _join(present, dim) if dim < 0 or len(present) == len(pieces) else present[0]

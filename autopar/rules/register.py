@@ -7,7 +7,9 @@ tensors (when it is used; the message names the op and the user's line).
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +50,7 @@ def register_rule(op_or_function: Any, notation: str, whole: str = "") -> None:
         autopar.register_rule(MyNorm, "b ... d, d -> b ... d", whole="d")
 
     Each name is a *factor*: a loop of the op whose iterations are independent. Cutting it shards every tensor that has
-    it, copies every tensor that lacks it, and makes outputs that lack it partial sums. The rule speaks for the backward,
+    it, copies every input that lacks it, and makes outputs that lack it partial sums. The rule speaks for the backward
     too: an input without the factor gets the sum of the shards' gradients.
 
     Args:
@@ -62,19 +64,23 @@ def register_rule(op_or_function: Any, notation: str, whole: str = "") -> None:
         RuleError: the notation is malformed, or this is nothing that can have a rule.
     """
     key = _key(op_or_function)
+
+    def refuse(what: str) -> RuleError:
+        return RuleError(f'rule "{notation}" for {key_text(key)}: {what}')
+
     left, arrow, right = notation.partition("->")
     tensors = [*left.split(","), *right.split(",")]
     if not arrow or "->" in right:
-        raise RuleError(f'rule "{notation}" for {key_text(key)}: needs one "->" between inputs and outputs')
+        raise refuse('needs one "->" between inputs and outputs')
     for tensor in tensors:
         if not _TENSOR.fullmatch(tensor) or tensor.count("...") > 1:
-            raise RuleError(f'rule "{notation}" for {key_text(key)}: "{tensor.strip()}" is no list of names, (products of names), 1 and at most one "..."')
+            raise refuse(f'"{tensor.strip()}" is no list of names, (products of names), 1 and at most one "..."')
     names = re.findall(r"[A-Za-z_]\w*", notation)
     if "..." in notation and any(map(_LEADING.fullmatch, names)):
-        raise RuleError(f'rule "{notation}" for {key_text(key)}: names e0, e1, ... are taken by the dims of "..."; choose others')
+        raise refuse('names e0, e1, ... are taken by the dims of "..."; choose others')
     unknown = [name for name in whole.split() if name not in (*names, "...")]
     if unknown or ("..." in whole.split() and "..." not in notation):
-        raise RuleError(f'rule "{notation}" for {key_text(key)}: whole="{whole}" names what is no factor of it')
+        raise refuse(f'whole="{whole}" names what is no factor of it')
     inputs = len(left.split(","))
     registered = Registered(notation, whole, inputs, len(tensors) - inputs)
     _RULES.setdefault(key, {})[registered.inputs, registered.outputs] = registered
@@ -89,7 +95,7 @@ def _key(op: Any) -> Any:
         return op._qualified_op_name
     if isinstance(op, type) and issubclass(op, Function) and op is not Function:
         return op
-    raise RuleError(f"{op!r:.80} can have no rule: pass an op of torch.library or a subclass of torch.autograd.Function")
+    raise RuleError(f"{op!r:.80} can have no rule: pass an op of torch.library or an autograd.Function class")
 
 
 def key_text(key: Any) -> str:
@@ -115,7 +121,9 @@ def registered_rule(node: Node) -> Rule | None:
     where = f"{record(node).where or node.name}: {op_text(node)}"
     if fitting is None:
         lines = "; ".join(f'"{r.notation}"' for lines in found for r in lines.values())
-        raise RuleError(f"{where}: this call has {count[0]} input and {count[1]} output tensors, which fits no registered rule ({lines})")
+        raise RuleError(
+            f"{where}: this call has {count[0]} input and {count[1]} output tensors, as no rule of it ({lines}) has"
+        )
     try:
         return build(call, fitting.notation, fitting.whole)
     except RuleError as error:
@@ -125,15 +133,18 @@ def registered_rule(node: Node) -> Rule | None:
 def build(call: Call, notation: str, whole: str) -> Rule:
     """A rule in a user's notation for one call. Raises: RuleError when the shapes contradict it."""
     found = rule(notation, call.in_shapes, call.out_shapes, saves=tuple(range(len(call.inputs))))
-    kept = {*whole.split(), *(name for name in found.sizes if "..." in whole.split() and _LEADING.fullmatch(name))}
-    lost = [f for dims in found.outs for dim in dims for f in dim if not any(f in d for ins in found.ins for d in ins)]
+    read = Counter(f for dims in found.ins for f in {f for dim in dims for f in dim})
+    written = {f for dims in found.outs for dim in dims for f in dim}
+    leading = (f for f in found.sizes if "..." in whole.split() and _LEADING.fullmatch(f))
     # A factor that only outputs have comes from no cut input: each shard of the call would give all of it.
-    return replace(found, whole=frozenset({*kept, *lost}) - {"..."}, linear_backward=has_linear_backward(call.node))
+    kept = {*whole.split(), *leading, *(written - read.keys())} - {"..."}
+    product = any(count > 1 and f not in written for f, count in read.items())
+    flop = 2.0 * math.prod(found.sizes[f] for f in found.letters) if product else 0.0
+    return replace(found, whole=frozenset(kept), flop=flop, linear_backward=has_linear_backward(call.node))
 
 
 def has_linear_backward(node: Node) -> bool:
-    """torch's own formulas are linear in the incoming gradient; a user's need not be (it may clip it, or take its sign)."""
+    """torch's own formulas are linear in the incoming gradient; a user's may clip it, or take its sign."""
     if function_class(node) is not None:
         return False
     return not isinstance(node.target, OpOverload) or node.target.namespace in ("aten", "prims", "autopar")
-

@@ -58,7 +58,7 @@ class Many(torch.autograd.Function):
     def backward(ctx, nothing, g, g_kept, g_size, g_argmax):
         assert nothing is None
         assert g_size is None
-        x, weight = ctx.saved_tensors
+        x, _ = ctx.saved_tensors
         return g * 3, None, (g * x).sum(0)
 
 
@@ -209,7 +209,7 @@ def test_outputs_without_gradient_are_detached_in_the_graph():
 def test_meta_model():
     model = Net(body_round).to("meta")
     program = capture(model, (torch.randn(3, 4, dtype=torch.float64, device="meta"),), {})
-    assert [n for n in program.calls if function_class(n)][0].meta["val"][0].is_meta
+    assert next(n for n in program.calls if function_class(n)).meta["val"][0].is_meta
 
 
 class Dirty(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from autopar.capture.functions import keep_functions
 from autopar.cost.hardware import load_profile
 from autopar.layout import I, shard_of
 from autopar.mesh import LogicalMesh, Mesh, factor_axes
@@ -41,7 +42,8 @@ class _Function(nn.Module):
 def program_of(fn: Callable, tensors: tuple[torch.Tensor, ...]) -> Program:
     """A function of tensors as a Program whose differentiable inputs are parameters."""
     examples = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
-    exported = torch.export.export(_Function(fn), examples, strict=False)
+    with keep_functions():
+        exported = torch.export.export(_Function(fn), examples, strict=False)
     graph = exported.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and "_assert_tensor_metadata" in str(node.target):
