@@ -8,14 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.assemble import build_module
 from autopar.capture import example_of
-from autopar.dump import Dump
 from autopar.errors import PlanError
-from autopar.pipeline import Prepared, carry_out, choose, prepare
+from autopar.pipeline import Prepared, carry_out, choose, dump_plan, prepare
 from autopar.plan import Plan
 from autopar.request import Request, make_request, topology_of
 from autopar.runtime.check import agree, digest, share, together
@@ -66,7 +64,11 @@ def plan(
     request = make_request(
         mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir
     )
-    return _plan_of(_prepare(model, example_args, example_kwargs, request, tell), request, plan, tell)
+    prepared = _prepare(model, example_args, example_kwargs, request, tell)
+    chosen = _plan_of(prepared, request, plan, tell)
+    if dump_dir is not None and request.dump is not None:
+        dump_plan(prepared, chosen, request.profile, request.settings, request.dump)
+    return chosen
 
 
 def parallelize(
@@ -184,7 +186,6 @@ def _prepare(
     tell: Callable[[str], None],
 ) -> Prepared:
     args, made = example_of(model, args, kwargs)
-    dump = Dump(request.dump_dir) if _writes_dumps() else None
     return prepare(
         model,
         args,
@@ -193,13 +194,9 @@ def _prepare(
         outputs=request.outputs,
         strict=request.strict,
         discover=request.discover,
-        dump=dump,
+        dump=request.dump,
         progress=tell,
     )
-
-
-def _writes_dumps() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _plan_of(
@@ -207,7 +204,13 @@ def _plan_of(
 ) -> Plan:
     if given is None:
         return choose(
-            prepared, request.topology, request.profile, request.settings, recompute=request.recompute, progress=tell
+            prepared,
+            request.topology,
+            request.profile,
+            request.settings,
+            recompute=request.recompute,
+            dump=request.dump,
+            progress=tell,
         )
     found = given if isinstance(given, Plan) else Plan.load(given)
     if tuple(found.mesh["shape"]) != request.topology.shape:

@@ -36,8 +36,7 @@ def build_module(model: nn.Module, prepared: Prepared, request: Request, chosen:
     state, persistent, shards = _shard_state(prepared, decisions.sources, mesh)
     OLD_PARAMETERS.add(p for p in model.parameters())
     lowering = _Lowering(skeleton(model), prepared, request, chosen, mesh)
-    dump = Dump(request.dump_dir, [a.name for a in logical.axes]) if mesh.rank == 0 and request.dump_dir else None
-    lowering.first = lowering.lowered(prepared, decisions, logical, dump)
+    lowering.first = lowering.lowered(prepared, decisions, logical, request.dump)
     _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)
     batch_axes = tuple(a.name for a, role in zip(logical.axes, roles, strict=True) if role == "dp")
     module = ParallelModule(

@@ -34,6 +34,7 @@ from autopar.rules.analyse import Analysis, analyse
 from autopar.rules.discover import Discover
 from autopar.runtime.module import Lowered
 from autopar.solver.decide import decide
+from autopar.solver.problem_text import problem_text
 from autopar.solver.report import fixed_of, make_plan, mesh_of
 from autopar.solver.search import Found, on_axes, search
 from autopar.solver.settings import Settings
@@ -101,6 +102,7 @@ def choose(
     settings: Settings,
     *,
     recompute: tuple[str, ...],
+    dump: Dump | None = None,
     progress: Progress = _silent,
 ) -> Plan:
     """Price and solve; the best plan. recompute: the levels that may be chosen."""
@@ -108,6 +110,8 @@ def choose(
     started = time.perf_counter()
     levels = (settings.pins.recompute,) if settings.pins.recompute is not None else recompute
     found = search(prepared.analysis, topology, profile, settings, prepared.sinks, levels=levels)
+    if dump is not None:
+        dump.write("solve", None, extra=problem_text(found.built, found.solution))
     return make_plan(
         prepared.analysis, found, settings, prepared.sinks, prepared.capture_s, time.perf_counter() - started
     )
@@ -136,7 +140,9 @@ def lower(
 ) -> Lowered:
     """The program of one rank, ready to run. recompute: level by block, for backends that lower."""
     program = Shard(prepared.analysis, decisions, mesh, profile, coordinate).run(prepared.program)
-    _write(dump, "shard", program)
+    if dump is not None:
+        dump.axes = tuple(a.name for a in mesh.axes)
+        dump.write("shard", program)
     check_layouts(program, prepared.analysis, mesh, coordinate)
     graph = on_device(program.graph, device)
     program, eager = replace(program, graph=graph), GraphModule(nn.Module(), graph)
@@ -183,6 +189,14 @@ def on_device(graph: Graph, device: torch.device) -> Graph:
 def _write(dump: Dump | None, stage: str, program: Program) -> None:
     if dump is not None:
         dump.write(stage, program)
+
+
+def dump_plan(prepared: Prepared, chosen: Plan, profile: Profile, settings: Settings, dump: Dump) -> None:
+    """Write what a plan becomes: the local program of rank 0."""
+    found, decisions = carry_out(prepared, chosen, profile, settings)
+    dump.axes = tuple(a.name for a in found.mesh.axes)
+    at = found.mesh.coordinate(0)
+    dump.write("shard", Shard(prepared.analysis, decisions, found.mesh, profile, at).run(prepared.program))
 
 
 __all__ = ["Prepared", "carry_out", "choose", "factor_axes", "lower", "prepare"]

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autopar.cost.hardware import Profile, load_profile
 from autopar.cost.memory import usable_bytes
+from autopar.dump import Dump
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.pins import Pins, parse_pins
@@ -34,7 +36,8 @@ class Request:
     outputs: str
     strict: bool
     discover: bool
-    dump_dir: str | None
+    dump: Dump | None
+    """Where every stage is written; on rank 0 only, and logged everywhere."""
     backend: str = "eager"
     recompute: tuple[str, ...] = RECOMPUTE
     """Levels of recomputation that may be chosen: `parallelize` can run "none" only."""
@@ -66,7 +69,12 @@ def make_request(
     check_data_axis(pins, topology)
     settings = Settings(pins, usable_bytes(profile, memory), optimizer, precision_name(precision), batch_dims)
     kind = "eager" if backend == "auto" else backend
-    return Request(topology, profile, settings, outputs, strict, discover, dump_dir, kind)
+    return Request(topology, profile, settings, outputs, strict, discover, _dump(dump_dir), kind)
+
+
+def _dump(directory: str | None) -> Dump | None:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    return Dump(directory) if first else None
 
 
 def check_data_axis(pins: Pins, topology: Mesh) -> None:
