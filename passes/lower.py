@@ -1,15 +1,15 @@
 """Lower the local program to the two graphs that really run, cut as the plan says.
 
-AOTAutograd traces the program of one rank, collectives included, into one joint graph; `partition` cuts it. A forward
-value that the
-backward needs is saved, unless
+AOTAutograd traces the program of one rank, collectives included, into one joint graph; `Partition` cuts it. A forward
+value that the backward needs is saved, unless
 
+    it is a view: made again from the value whose memory it shares, so that no memory is counted or kept twice;
     it is made of parameters alone (a gathered shard, a transposed weight): made again from the parameter, so a gathered
     parameter is freed after its use and gathered a second time (ZeRO-3);
     it is made of nothing (a mask, positions): made again, as are random numbers from their key, but the key is saved:
     by the time of the backward another call may have begun;
-    it lies in a block that the plan recomputes: made again from the block's inputs ("full"), or from the results of
-    products and collectives ("selective").
+    it lies in a block that the plan recomputes and is read inside that block only: made again from the block's inputs
+    ("full"), or from the results of products and collectives ("selective").
 
 Made-again nodes stand just before their first use in the backward, so that they live shortly.
 """
@@ -17,7 +17,7 @@ Made-again nodes stand just before their first use in the backward, so that they
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,23 +25,28 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.program import record
-from autopar.runtime import random_ops  # noqa: F401 - defines torch.ops.autopar.key
+
+aten = torch.ops.aten
 
 PRODUCTS = frozenset(
-    "mm addmm bmm baddbmm convolution native_layer_norm native_batch_norm".split()
-    + "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention".split()
-    + "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention".split()
+    "mm addmm bmm baddbmm convolution _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"
+    " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention".split()
 )
 """Ops that "selective" recomputation does not run again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Graphs:
-    """The lowered program. saved_bytes: what the forward keeps for the backward, parameters and inputs not counted."""
+    """The lowered program. saved: names of the forward values kept for the backward, and the bytes of each; parameters
+    and inputs, which live anyway, are not among them."""
 
     forward: GraphModule
     backward: GraphModule
-    saved_bytes: int
+    saved: Mapping[str, int]
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(self.saved.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,24 +67,25 @@ class Partition:
     def run(self, joint: GraphModule, num_forward_outputs: int) -> Graphs:
         outputs = list(_output(joint.graph).args[0])
         results, grads = outputs[:num_forward_outputs], outputs[num_forward_outputs:]
-        walk = _Walk(self, joint.graph)
-        backward, saved = walk.backward(grads)
-        forward = walk.forward(results, saved)
-        size = sum(_size_bytes(n) for n in saved if n.op != "placeholder")
-        return Graphs(GraphModule(joint, forward), GraphModule(joint, backward), size)
+        cut = _Cut(self, joint.graph, results)
+        saved = cut.saved(grads)
+        backward, forward = cut.backward(grads, saved), cut.forward(results, saved)
+        sizes = {n.name: _size_bytes(n) for n in saved if n.op != "placeholder"}
+        return Graphs(GraphModule(joint, forward), GraphModule(joint, backward), sizes)
 
 
-class _Walk:
-    def __init__(self, policy: Partition, graph: Graph) -> None:
+class _Cut:
+    """The joint graph and what is decided for its nodes."""
+
+    def __init__(self, policy: Partition, graph: Graph, results: Sequence[Any]) -> None:
         self.policy, self.nodes = policy, list(graph.nodes)
         self.places = [n for n in self.nodes if n.op == "placeholder"]
+        self.results = {n for n in results if isinstance(n, Node)}
         self.late = self.closure(n for n in self.places if "tangents" in str(n.target))
-        primals = [n for n in self.places if n not in self.late]
-        self.keys = {n for n in self.nodes if n.target is torch.ops.autopar.key.default}
-        inputs = [n for i, n in enumerate(primals) if i not in policy.parameters]
-        self.of_inputs = self.closure(inputs)
+        self.primals = [n for n in self.places if n not in self.late]
+        self.of_inputs = self.closure(n for i, n in enumerate(self.primals) if i not in policy.parameters)
 
-    def closure(self, roots: Any) -> set[Node]:
+    def closure(self, roots: Iterable[Node]) -> set[Node]:
         """The nodes that depend on some of the roots."""
         found = set(roots)
         for node in self.nodes:
@@ -88,21 +94,40 @@ class _Walk:
         return found
 
     def made_again(self, node: Node) -> bool:
-        if node.op != "call_function" or node in self.late or node in self.keys:
+        if node.op != "call_function" or node in self.late or _draws(node):
             return False
-        if node not in self.of_inputs:  # of parameters, or of nothing
+        if is_view(node) or node not in self.of_inputs:  # the latter: of parameters, or of nothing
             return True
-        level = self.policy.recompute.get(record(node).block, "none")
         if node.target is operator.getitem:
             source = node.args[0]
-            return isinstance(source, Node) and self.made_again(source)
-        return level == "full" or (level == "selective" and not _is_product(node))
+            if isinstance(source, Node) and is_view(source):
+                return True
+            return isinstance(source, Node) and self.made_again(source) and not self.leaves_block(node)
+        level = self.policy.recompute.get(record(node).block, "none")
+        if level == "none" or (level == "selective" and _is_product(node)):
+            return False
+        return not self.leaves_block(node)
 
-    def backward(self, grads: Sequence[Any]) -> tuple[Graph, list[Node]]:
-        """The backward graph, and the forward values it starts from, in the order of its placeholders."""
+    def leaves_block(self, node: Node) -> bool:
+        """Is this value, or a view of it, an output or read by another block's forward? Such values are saved: without
+        that each block would be made again from the first one's input."""
+        block = record(node).block
+        if node in self.results:
+            return True
+        for user in node.users:
+            if user in self.late or user.op == "output":
+                continue
+            if user.target is operator.getitem and not is_view(node):
+                continue  # its own items answer for themselves
+            if record(user).block != block or (_shares(user) and self.leaves_block(user)):
+                return True
+        return False
+
+    def saved(self, grads: Sequence[Any]) -> list[Node]:
+        """Forward values that the backward starts from, in the order of the graph."""
         wanted: set[Node] = set()
         stack = [g for g in grads if isinstance(g, Node)]
-        saved: dict[Node, None] = {}
+        found: set[Node] = set()
         while stack:
             node = stack.pop()
             if node in wanted:
@@ -111,67 +136,104 @@ class _Walk:
             if node in self.late or self.made_again(node):
                 stack += node.all_input_nodes
             else:
-                saved[node] = None
-        order = {n: i for i, n in enumerate(self.nodes)}
-        start = sorted(saved, key=order.__getitem__)
-        graph, copies = Graph(), {}
-        early = [n for n in start if n not in self.late]
-        for node in early:
+                found.add(node)
+        return [n for n in self.nodes if n in found]
+
+    def backward(self, grads: Sequence[Any], saved: Sequence[Node]) -> Graph:
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        for node in saved:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
         for node in self.places:
             if node in self.late:
                 copies[node] = graph.node_copy(node)
-
-        def emit(node: Node) -> None:
-            pending = [node]
-            while pending:
-                at = pending[-1]
-                missing = [i for i in at.all_input_nodes if i not in copies]
-                if missing:
-                    pending += missing
-                    continue
-                pending.pop()
-                if at not in copies:
-                    copies[at] = graph.node_copy(at, copies.__getitem__)
-
-        for node in self.nodes:
-            if node in self.late and node in wanted and node.op == "call_function":
-                emit(node)
+        wanted = _ancestors([g for g in grads if isinstance(g, Node)])
+        for node in [n for n in self.nodes if n in self.late and n in wanted and n.op == "call_function"]:
+            _emit(graph, node, copies)
         for grad in grads:
             if isinstance(grad, Node):
-                emit(grad)
+                _emit(graph, grad, copies)
         graph.output(tuple(copies[g] if isinstance(g, Node) else g for g in grads))
-        return graph, early
+        return graph
 
     def forward(self, results: Sequence[Any], saved: Sequence[Node]) -> Graph:
-        graph, copies = Graph(), {}
-        needed: set[Node] = set()
-        stack = [n for n in (*results, *saved) if isinstance(n, Node)]
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += node.all_input_nodes
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        needed = _ancestors([n for n in (*results, *saved) if isinstance(n, Node)])
         for node in self.nodes:
-            if (node.op == "placeholder" and node not in self.late) or (node.op != "output" and node in needed):
+            if node in self.primals or (node.op != "output" and node in needed):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in (*results, *saved)))
         return graph
+
+
+def _emit(graph: Graph, node: Node, copies: dict[Node, Node]) -> None:
+    """Copy a node, and before it those of its inputs that are not there yet."""
+    pending = [node]
+    while pending:
+        at = pending[-1]
+        missing = [i for i in at.all_input_nodes if i not in copies]
+        if missing:
+            pending += missing
+            continue
+        pending.pop()
+        if at not in copies:
+            copies[at] = graph.node_copy(at, copies.__getitem__)
+
+
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes and all that they are made of."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
 
 
 def _output(graph: Graph) -> Node:
     return next(iter(reversed(graph.nodes)))
 
 
+def is_view(node: Node) -> bool:
+    """Does this op's result share the memory of its input? By its schema; `_unsafe_view` hides it there."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target is aten._unsafe_view.default or target.is_view
+
+
+def _shares(node: Node) -> bool:
+    return is_view(node) or (node.target is operator.getitem and is_view(node.args[0]))  # type: ignore[arg-type]
+
+
+def _draws(node: Node) -> bool:
+    """Does this op give something else when it runs a second time? torch's random ops, and the key of ours."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in target.tags or target.name() == "autopar::key"
+
+
 def _is_product(node: Node) -> bool:
-    name = str(node.target).partition(".")[2].partition(".")[0] or str(node.target)
-    return name in PRODUCTS or "_c10d_functional" in str(node.target)
+    target = node.target
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
+    return name.partition("::")[2] in PRODUCTS or name.startswith("_c10d_functional::")
 
 
 def _size_bytes(node: Node) -> int:
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def tensors_saved(graphs: Graphs) -> Iterator[tuple[Node, int]]:
+    """The saved values as placeholders of the backward graph, with their bytes; largest first."""
+    by_name = {n.name: n for n in graphs.backward.graph.nodes if n.op == "placeholder"}
+    for name, size in sorted(graphs.saved.items(), key=lambda item: -item[1]):
+        yield by_name[name], size
 
 
 def lower_to_graphs(
@@ -181,7 +243,7 @@ def lower_to_graphs(
 
     Args:    run: the local program as a function of its flat inputs. passes: rewrite each of the two graphs.
     """
-    from functorch.compile import aot_function, make_boxed_func
+    from functorch.compile import aot_function
 
     made: list[Graphs] = []
 
@@ -190,10 +252,25 @@ def lower_to_graphs(
         forward, backward = graphs.forward, graphs.backward
         for rewrite in passes:
             forward, backward = rewrite(forward), rewrite(backward)
-        made.append(Graphs(forward, backward, graphs.saved_bytes))
+        made.append(Graphs(forward, backward, graphs.saved))
         return forward, backward
 
     def compiled(module: GraphModule, inputs: Any) -> Any:
-        return make_boxed_func(module.forward)
+        return boxed(module)
 
     return aot_function(run, compiled, compiled, partition_fn=cut), made
+
+
+def boxed(module: GraphModule) -> Callable[[list[Any]], Any]:
+    """The graph as a function of one list, which it empties: so each saved value is freed after its last use."""
+    from functorch.compile import make_boxed_func
+
+    codegen = getattr(torch.fx.graph, "_BoxedCodeGen", None)
+    if codegen is None:  # torch before 2.9: saved values live as long as the call
+        return make_boxed_func(module.forward)
+    module.graph.set_codegen(codegen())
+    module.recompile()
+    run = module.forward
+    call: Any = lambda args: run(args)  # noqa: E731 - a bound method takes no attribute
+    call._boxed_call = True
+    return call

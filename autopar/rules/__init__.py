@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from autopar.rules import attention, batched, contraction, conv, indexing, loss, norm, pieces, pointwise, pooling, recurrent, reduction, scan, scatter, shift, softmax, variance, view
+from autopar.rules import attention, batched, contraction, conv, indexing, loss, norm, pieces, pointwise, pooling, random, recurrent, reduction, scan, scatter, shift, softmax, variance, view
 from autopar.rules.call import Call
 from autopar.rules.dims import sums_survive
 from autopar.rules.register import has_linear_backward, register_rule, registered_rule
@@ -36,9 +36,10 @@ FAMILIES: tuple[dict[str, Callable[[Call], Rule | None]], ...] = (
     pooling.RULES,
     recurrent.RULES,
     batched.RULES,
+    random.RULES,
 )
 TABLE: dict[str, Callable[[Call], Rule | None]] = {name: build for family in FAMILIES for name, build in family.items()}
-"""By op packet name, any overload."""
+"""By op packet name, any overload; ops of our own with their namespace."""
 
 
 def rule_of(node: Node) -> Rule | None:
@@ -46,10 +47,12 @@ def rule_of(node: Node) -> Rule | None:
     registered = registered_rule(node)
     if registered is not None:
         return registered
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "autopar"):
         return None
+    if node.target._schema.is_mutable:
+        return None  # capture has written in-place calls as new values; what still writes is not split
     call = Call(node)
-    build = TABLE.get(pointwise.packet(call))
+    build = TABLE.get(node.target._schema.name.removeprefix("aten::"))
     found = build(call) if build is not None else None
     if found is None and build is None and pointwise.is_pointwise(call):
         found = pointwise.pointwise(call)

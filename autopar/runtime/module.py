@@ -224,7 +224,7 @@ class ParallelModule(nn.Module):
         """
 
     def manual_seed(self, seed: int) -> None:
-        """Seed autopar's own randomness (dropout and the like) and count calls from 0; pass the same seed on every rank."""
+        """Seed autopar's own randomness (dropout and the like) and count calls from 0; the same seed on every rank."""
         self._draws = Draws(int(seed))
 
     def programs(self) -> tuple[Program, ...]:

@@ -1,0 +1,281 @@
+"""Random numbers that know their place: an element draws the same number on every mesh, and again in the backward.
+
+What enters: a key (two int64: 64 key bits and the index of the first element) and where the elements lie in the whole
+value. What leaves: uniform or normal numbers, or the mask of a dropout. No state is kept: a number is a function of
+(seed, stream, salt, global element index) alone, so a shard draws its part of the whole value's numbers and a
+recomputation draws the same again.
+
+    key  = splitmix64 chained over seed, stream, salt        (Python integers; the stream is the number of the call)
+    bits = hash32(low 32 bits of the index; two words of key mixed with the high bits)
+
+The hash multiplies and shifts in turn, by Knuth's golden ratio and the constants of C. Wellons' `lowbias32`
+("Prospecting for Hash Functions", 2018); its quality is tested, not proved. Nothing here is fit for cryptography.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = {"cpu": 1 << 18}
+"""Elements hashed at a time, by device: on a CPU the scratch memory should stay in its cache."""
+_CHUNK_ELSEWHERE = 1 << 26
+_MASK64 = (1 << 64) - 1
+_SECOND = 0x94D049BB133111EB
+"""Turns a key into that of the second word of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What all random ops of one call of the program share."""
+
+    seed: int
+    stream: int
+    """Tells the calls apart."""
+    microbatch: int = 0
+    """Which micro-batch of the call runs."""
+
+
+class Draws:
+    """The seed, and how many calls there were in train and in eval mode.
+
+    Each mode has its own sequence, so that an evaluation between two training steps changes no mask.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.train_calls, self.eval_calls = seed & _MASK64, 0, 0
+
+    def next(self, training: bool) -> Draw:
+        """The draw of the call that begins; counts it."""
+        stream = 2 * self.train_calls if training else 2 * self.eval_calls + 1
+        self.train_calls, self.eval_calls = self.train_calls + training, self.eval_calls + (not training)
+        return Draw(self.seed, stream)
+
+    def to_tensor(self) -> Tensor:
+        """int64 (seed, train calls, eval calls): what a checkpoint holds."""
+        return torch.tensor([_signed(self.seed, 64), self.train_calls, self.eval_calls], dtype=torch.int64)
+
+    def load(self, saved: Tensor) -> None:
+        seed, self.train_calls, self.eval_calls = (int(v) for v in saved.tolist())
+        self.seed = seed & _MASK64
+
+
+_DRAW: ContextVar[Draw] = ContextVar("autopar_draw")
+
+
+@contextmanager
+def drawing(draw: Draw) -> Iterator[None]:
+    """Inside, programs draw with this seed and stream."""
+    token = _DRAW.set(draw)
+    try:
+        yield
+    finally:
+        _DRAW.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Where local elements lie in the whole value: a box of it, in row-major order.
+
+    Local element (i0, i1, ...) of a box of `sizes` is global element first + i0 strides[0] + i1 strides[1] + ...
+    """
+
+    first: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(first: int, sizes: Sequence[int], strides: Sequence[int], count: int) -> Box:
+        """A box of `count` elements with dims that adjoin joined; without sizes the elements adjoin one another."""
+        if not sizes:
+            return Box(first, (count,), (1,))
+        joined: list[tuple[int, int]] = []
+        for size, stride in zip(sizes, strides, strict=True):
+            if joined and joined[-1][1] == size * stride:
+                joined[-1] = (joined[-1][0] * size, stride)
+            elif size != 1:
+                joined.append((size, stride))
+        return Box(first, tuple(s for s, _ in joined) or (1,), tuple(s for _, s in joined) or (1,))
+
+
+def key_of(draw: Draw, salt: int, step: int) -> Tensor:
+    """The key of one random op in one call: int64 (key bits, index of the first element); it stays on the CPU.
+
+    salt: which op of the program. step: elements of the whole value between one micro-batch and the next.
+    """
+    bits = 0
+    for word in (draw.seed, draw.stream, salt):
+        bits = _splitmix64(bits ^ (word & _MASK64))
+    return torch.tensor([_signed(bits, 64), step * draw.microbatch], dtype=torch.int64)
+
+
+def current_key(salt: int, step: int = 0) -> Tensor:
+    """`key_of` the call that runs.
+
+    Raises:  RuntimeError: outside `drawing`; a default would repeat its numbers in every call.
+    """
+    draw = _DRAW.get(None)
+    if draw is None:
+        raise RuntimeError("a program drew random numbers outside `autopar.runtime.random.drawing`")
+    return key_of(draw, salt, step)
+
+
+def uniform(key: Tensor, box: Box, out: Tensor) -> Tensor:
+    """Fill the contiguous `out` with multiples of 2^-b in [0, 1), b the bits of its significand (53, or at most 24)."""
+    flat = out.view(-1)
+    if out.dtype == torch.float64:
+        for start, stop, high, low in _pairs(key, box, out.device):
+            wide = high.to(torch.float64).add_(2.0**31).mul_(2.0**21)
+            flat[start:stop] = wide.add_(low.bitwise_right_shift_(11)).add_(2.0**20).mul_(2.0**-53)
+        return out
+    b = min(24, 1 - round(math.log2(torch.finfo(out.dtype).eps)))
+    for start, stop, bits in _bits(key, box, out.device):
+        flat[start:stop] = bits.bitwise_right_shift_(32 - b).to(torch.float32).add_(2.0 ** (b - 1)).mul_(2.0**-b)
+    return out
+
+
+def normal(key: Tensor, box: Box, out: Tensor) -> Tensor:
+    """Fill the contiguous `out` with standard normal numbers.
+
+    The first bit is the sign, the others are a uniform u in (0, 1/2) at which the distribution is inverted: up to 6.3
+    standard deviations (8.3 in float64), and evenly fine in both tails.
+    """
+    flat = out.view(-1)
+    if out.dtype == torch.float64:
+        for start, stop, high, low in _pairs(key, box, out.device):
+            negative = high < 0
+            flip = high.bitwise_right_shift(31).bitwise_not_()
+            wide = high.bitwise_xor_(flip).bitwise_and_(0x7FFFFFFF).to(torch.float64).mul_(2.0**21)
+            wide.add_(low.bitwise_xor_(flip).bitwise_right_shift_(11).bitwise_and_(0x1FFFFF)).add_(0.5)
+            flat[start:stop] = _signed_quantile(wide.mul_(2.0**-53), negative)
+        return out
+    for start, stop, bits in _bits(key, box, out.device):
+        negative = bits < 0
+        flip = bits.bitwise_right_shift(31).bitwise_not_()
+        tail = bits.bitwise_xor_(flip).bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5)
+        flat[start:stop] = _signed_quantile(tail.mul_(2.0**-32), negative)
+    return out
+
+
+def _signed_quantile(tail: Tensor, negative: Tensor) -> Tensor:
+    depth = torch.special.ndtri(tail)
+    return torch.where(negative, depth, -depth)
+
+
+def keep(key: Tensor, box: Box, p: float, out: Tensor) -> Tensor:
+    """Fill the contiguous bool `out`: False with probability p, to 2^-32."""
+    flat, threshold = out.view(-1), _threshold(p)
+    if threshold is None:
+        return out.fill_(False)
+    for start, stop, bits in _bits(key, box, out.device):
+        torch.ge(bits, threshold, out=flat[start:stop])
+    return out
+
+
+def dropout(key: Tensor, box: Box, p: float, x: Tensor) -> Tensor:
+    """x / (1 - p) where `keep`, else 0; contiguous. A linear map of x, so its backward is itself."""
+    out, threshold = torch.empty(x.shape, dtype=x.dtype, device=x.device), _threshold(p)
+    if threshold is None:
+        return out.zero_()
+    source, flat, scale = x.contiguous().view(-1), out.view(-1), 1.0 / (1.0 - p)
+    factor = torch.empty(0, dtype=x.dtype, device=x.device)
+    for start, stop, bits in _bits(key, box, x.device):
+        factor = factor if len(factor) >= stop - start else factor.new_empty(stop - start)
+        here = factor[: stop - start].copy_(bits >= threshold).mul_(scale)
+        torch.mul(source[start:stop], here, out=flat[start:stop])
+    return out
+
+
+def _threshold(p: float) -> int | None:
+    """Bits below it are dropped; None where none are kept."""
+    found = round(p * 2.0**32)
+    return found - 2**31 if found < 2**32 else None
+
+
+def _pairs(key: Tensor, box: Box, device: torch.device) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """As `_bits`, with two words for each element."""
+    second = torch.stack([key[0] ^ _signed(_SECOND, 64), key[1]])
+    for (start, stop, high), (_, _, low) in zip(_bits(key, box, device), _bits(second, box, device), strict=True):
+        yield start, stop, high, low
+
+
+def _bits(key: Tensor, box: Box, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+    """(start, stop, int32 of 32 random bits) for runs of local elements; the next run overwrites the tensor."""
+    word, at = (int(v) for v in key.tolist())
+    scratch = torch.empty((2, 0), dtype=torch.int32, device=device)
+    for start, rows, columns, first, last in _runs(box, at + box.first, device):
+        stop = start + len(rows) * len(columns)
+        if scratch.shape[1] < stop - start:
+            scratch = torch.empty((2, stop - start), dtype=torch.int32, device=device)
+        bits, spare = scratch[0, : stop - start], scratch[1, : stop - start]
+        low = (rows.to(torch.int32)[:, None], columns.to(torch.int32))  # the low 32 bits: casts and sums wrap around
+        torch.add(*low, out=bits.view(len(rows), len(columns)))
+        hashed = _hash(bits, spare, *_words(word, first >> 32))
+        for high in range((first >> 32) + 1, (last >> 32) + 1):
+            other = _hash((low[0] + low[1]).view(-1), spare, *_words(word, high))
+            beyond = (rows[:, None] + columns).view(-1) >= high << 32
+            hashed = torch.where(beyond, other, hashed)
+        yield start, stop, hashed
+
+
+def _runs(box: Box, first: int, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor, int, int]]:
+    """Runs of at most a chunk of a box: (local start, row offsets, column offsets, first and last global index)."""
+    size = CHUNK.get(device.type, _CHUNK_ELSEWHERE)
+    width, stride = box.sizes[-1], box.strides[-1]
+    if 0 in box.sizes:
+        return
+    starts = torch.full((), first, dtype=torch.int64, device=device)
+    for outer, step in zip(box.sizes[:-1], box.strides[:-1], strict=True):
+        starts = starts[..., None] + torch.arange(outer, device=device) * step
+    starts = starts.reshape(-1)
+    columns = torch.arange(min(width, size), device=device) * stride
+    rows_at_once = max(1, size // width)
+    ends = (
+        starts[[*range(0, len(starts), rows_at_once)]].tolist(),
+        starts[[*range(rows_at_once - 1, len(starts), rows_at_once)]].tolist(),
+    )
+    for number, row in enumerate(range(0, len(starts), rows_at_once)):
+        rows = starts[row : row + rows_at_once]
+        low = ends[0][number]
+        high = ends[1][number] if number < len(ends[1]) else int(starts[-1])
+        for column in range(0, width, size):
+            here = columns[: min(size, width - column)]
+            moved = column * stride
+            begin = row * width + column
+            yield begin, rows + moved if moved else rows, here, low + moved, high + moved + (len(here) - 1) * stride
+
+
+def _hash(x: Tensor, spare: Tensor, k0: int, k1: int) -> Tensor:
+    """Mix int32 in place. `spare`: scratch of the same size. Shifts are logical: arithmetic ones, masked."""
+    x.bitwise_xor_(k0).mul_(-0x61C8864F)
+    torch.bitwise_right_shift(x, 16, out=spare)
+    x.bitwise_xor_(spare.bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    torch.bitwise_right_shift(x, 15, out=spare)
+    x.bitwise_xor_(spare.bitwise_and_(0x1FFFF)).add_(k1).mul_(-0x7B935975)
+    torch.bitwise_right_shift(x, 16, out=spare)
+    return x.bitwise_xor_(spare.bitwise_and_(0xFFFF))
+
+
+def _words(key: int, high: int) -> tuple[int, int]:
+    """Two signed 32-bit words of a key for the elements whose index has these high bits."""
+    mixed = _splitmix64((key ^ high * 0xBF58476D1CE4E5B9) & _MASK64)
+    return _signed(mixed & 0xFFFFFFFF, 32), _signed(mixed >> 32, 32)
+
+
+def _splitmix64(x: int) -> int:
+    """A bijection of 64-bit integers (Steele, Lea, Flood 2014, figure 15)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK64
+    return x ^ x >> 31
+
+
+def _signed(x: int, bits: int) -> int:
+    """The two's complement reading of an unsigned integer."""
+    return x - (1 << bits) if x >> (bits - 1) else x
