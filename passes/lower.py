@@ -81,8 +81,12 @@ class _Cut:
         self.policy, self.nodes = policy, list(graph.nodes)
         self.places = [n for n in self.nodes if n.op == "placeholder"]
         self.results = {n for n in results if isinstance(n, Node)}
-        self.late = self.closure(n for n in self.places if "tangents" in str(n.target))
-        self.primals = [n for n in self.places if n not in self.late]
+        tangents = [n for n in self.places if "tangents" in str(n.target)]
+        # what autograd's formulas make of forward values alone (2 x, for a square) is of the backward, too
+        self.late = self.closure(
+            [*tangents, *(n for n in self.nodes if n.meta.get("partitioner_tag") == "is_backward")]
+        )
+        self.primals = [n for n in self.places if n not in tangents]
         self.of_inputs = self.closure(n for i, n in enumerate(self.primals) if i not in policy.parameters)
 
     def closure(self, roots: Iterable[Node]) -> set[Node]:
@@ -215,7 +219,11 @@ def _draws(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return torch.Tag.nondeterministic_seeded in target.tags or target.name() == "autopar::key"
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return target.name() == "autopar::key"
+    names = [a.name for a in target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0  # attention draws for its dropout only
 
 
 def _is_product(node: Node) -> bool:

@@ -68,6 +68,8 @@ class MergeCollectives:
                 view = _call(graph, aten.reshape.default, (piece, shape))
                 view.meta = dict(wait.meta)
                 wait.replace_all_uses_with(view)
+                graph.erase_node(wait)  # torch.fx takes waits for side effects: dead ones stay
+                graph.erase_node(node)
                 at += size
 
 
