@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-from torch.fx import Node
 
 from autopar.rules.call import Call
 from autopar.rules.rule import Dim, Rule
@@ -47,7 +46,7 @@ def arguments(call: Call) -> frozenset[str]:
 
 
 def sums_survive(call: Call, partial: Collection[int]) -> bool:
-    """May the inputs `partial` be partial as far as types go? A sum of booleans is none, and a float must not be rounded."""
+    """May the inputs `partial` be partial, as far as types go? Booleans have no sum; a float must not be rounded."""
     ins = [call.inputs[i].dtype for i in partial]
     value = call.node.meta["val"]
     outs = [t.dtype for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, torch.Tensor)]
@@ -58,8 +57,3 @@ def sums_survive(call: Call, partial: Collection[int]) -> bool:
 
 def _real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def has_node(value: object) -> bool:
-    """Is this argument computed in the graph?"""
-    return isinstance(value, Node)

@@ -25,7 +25,15 @@ def embedding(call: Call) -> Rule | None:
     if call.arg("scale_grad_by_freq", False) or call.arg("sparse", False):
         return None  # gradients that count the ids of the whole batch, or are no dense tensors
     located = frozenset({"v"})
-    return rule("v d, ... -> ... d", call.in_shapes, call.out_shapes, contiguous=located, linear=FIRST, local=_embedding_local, saves=(1,))
+    return rule(
+        "v d, ... -> ... d",
+        call.in_shapes,
+        call.out_shapes,
+        contiguous=located,
+        linear=FIRST,
+        local=_embedding_local,
+        saves=(1,),
+    )
 
 
 def _embedding_local(ctx: Local) -> Node:
@@ -38,19 +46,26 @@ def _embedding_local(ctx: Local) -> Node:
     local_padding = padding - first if first <= padding < first + size else -1
     table = one_longer(ctx, weight, 0, 0.0) if ctx.uneven("v") else weight
     rows = ctx.same(weight=table, indices=row, padding_idx=local_padding)
-    return ctx.emit(aten.masked_fill.Scalar, rows, ctx.emit(aten.unsqueeze.default, ctx.emit(aten.logical_not.default, here), -1), 0.0)
+    return ctx.emit(
+        aten.masked_fill.Scalar,
+        rows,
+        ctx.emit(aten.unsqueeze.default, ctx.emit(aten.logical_not.default, here), -1),
+        0.0,
+    )
 
 
 def locate(ctx: Local, index: Node, first: int, size: int) -> tuple[Node, Node]:
     """(is it in this shard?, local index or 0) of global indices into a dim that this rank holds from `first`."""
     shifted = ctx.emit(aten.sub.Tensor, index, first)
-    here = ctx.emit(aten.logical_and.default, ctx.emit(aten.ge.Scalar, shifted, 0), ctx.emit(aten.lt.Scalar, shifted, size))
+    here = ctx.emit(
+        aten.logical_and.default, ctx.emit(aten.ge.Scalar, shifted, 0), ctx.emit(aten.lt.Scalar, shifted, size)
+    )
     return here, ctx.emit(aten.mul.Tensor, shifted, here)
 
 
 def indexed(call: Call) -> tuple[Dims, list[Dims], Dims, dict[str, int]] | None:
-    """Of `x[i, :, j]`: dims of x, of each index, of the result, and sizes. Indexed dims are whole, the dims of the index
-    tensors are broadcast against each other (`i0 i1 ...`). None for a mask, whose result has a shape that depends on data.
+    """Of `x[i, :, j]`: dims of x, of each index, of the result, and sizes. Indexed dims are whole, the dims of the
+    index tensors are broadcast against each other (`i0 i1 ...`). None for a mask: its result's shape depends on data.
     """
     where, shape = call.arg("indices"), call.in_shapes[0]
     tensors = [i.meta["val"] for i in where if isinstance(i, Node)]
@@ -144,7 +159,9 @@ def _one_hot_local(ctx: Local) -> Node:
         return ctx.same()
     first, size = ctx.extent("c")
     classes = ctx.emit(aten.arange.start, first, first + size, device=ctx.ins[0].meta["val"].device)
-    return ctx.emit(aten.to.dtype, ctx.emit(aten.eq.Tensor, ctx.emit(aten.unsqueeze.default, ctx.ins[0], -1), classes), torch.int64)
+    return ctx.emit(
+        aten.to.dtype, ctx.emit(aten.eq.Tensor, ctx.emit(aten.unsqueeze.default, ctx.ins[0], -1), classes), torch.int64
+    )
 
 
 RULES: dict[str, Callable[[Call], Rule | None]] = {

@@ -65,7 +65,9 @@ def split(where: Callable[[Call], int] = _at) -> Callable[[Call], Rule | None]:
         dims, sizes = letters(outs[0])
         sizes["n"] = len(outs)
         source: Dims = tuple(("n", *d) if i == at else d for i, d in enumerate(dims))
-        return Rule((source,), (tuple(dims),) * len(outs), sizes, whole=frozenset("n"), linear=FIRST, local=local, view=True)
+        return Rule(
+            (source,), (tuple(dims),) * len(outs), sizes, whole=frozenset("n"), linear=FIRST, local=local, view=True
+        )
 
     def local(ctx: Local) -> Node:
         at = where(ctx.call)
@@ -78,7 +80,9 @@ def _first_or_second(call: Call) -> int:
     return 0 if len(call.in_shapes[0]) == 1 else 1
 
 
-def joined(where: Callable[[Call, int], int], lift: Callable[[Sequence[int]], list[int | None]] = lambda s: list(range(len(s)))) -> Callable[[Call], Rule | None]:
+def joined(
+    where: Callable[[Call, int], int], lift: Callable[[Sequence[int]], list[int | None]] = lambda s: list(range(len(s)))
+) -> Callable[[Call], Rule | None]:
     """cat and its relatives: the joined dim is whole; partial pieces give a partial whole.
 
     where: (call, rank of the output) -> joined dim. lift: for each dim of a lifted piece the dim of the piece it was.
@@ -167,7 +171,9 @@ RULES: dict[str, Callable[[Call], Rule | None]] = {
     "narrow": piece,
     "select": select,
     "unbind": unbind,
-    **dict.fromkeys("split chunk split_with_sizes tensor_split unsafe_split unsafe_chunk unsafe_split_with_sizes".split(), split()),
+    **dict.fromkeys(
+        "split chunk split_with_sizes tensor_split unsafe_split unsafe_chunk unsafe_split_with_sizes".split(), split()
+    ),
     "hsplit": split(_first_or_second),
     "vsplit": split(lambda call: 0),
     "dsplit": split(lambda call: 2),

@@ -1,7 +1,7 @@
 """Pointwise ops: every output element depends on the input elements at its place. One rule for nearly all of them.
 
 Which ops are pointwise is said by torch's own tag and, for those it does not tag, by `EXTRA`. Ops that draw random
-numbers are not among them, except dropout, whose generator is replaced by one keyed by the global index.
+numbers, dropout too, are not among them: a shard would draw others than the whole. Our own random ops are in random.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from autopar.rules.call import Call
 from autopar.rules.dims import FIRST, letters, wrap
 from autopar.rules.rule import Dim, Rule, parse
 
-IDENTITY = frozenset("alias clone contiguous lift_fresh lift_fresh_copy detach positive resolve_conj resolve_neg".split())
+IDENTITY = frozenset(
+    "alias clone contiguous lift_fresh lift_fresh_copy detach positive resolve_conj resolve_neg".split()
+)
 """Copies and renames of one tensor."""
 
 CASTS = frozenset("to _to_copy float half double bfloat16 type_as".split())
@@ -24,12 +26,17 @@ EXTRA = (
     IDENTITY
     | CASTS
     | frozenset(
-        "dropout native_dropout zeros_like ones_like full_like empty_like fill copy masked_fill complex polar real imag conj _conj"
-        " __and__ __or__ __xor__ __lshift__ __rshift__ where isclose isfinite isinf isreal square rsub hardswish log_sigmoid"
-        " floor_divide absolute negative fix add subtract multiply divide true_divide clip arccos arccosh arcsin arcsinh arctan"
-        " arctanh arctan2 greater greater_equal less less_equal not_equal special_digamma special_erf special_erfc special_erfinv"
-        " special_exp2 special_expit special_expm1 special_gammainc special_gammaincc special_gammaln special_i0 special_log1p"
-        " special_logit special_multigammaln special_ndtr special_polygamma special_psi special_round special_sinc special_xlogy".split()
+        "zeros_like ones_like full_like empty_like fill copy masked_fill complex polar real imag conj _conj"
+        " __and__ __or__ __xor__ __lshift__ __rshift__ where isclose isfinite isinf isreal square rsub hardswish"
+        " log_sigmoid"
+        " floor_divide absolute negative fix add subtract multiply divide true_divide clip arccos arccosh arcsin"
+        " arcsinh arctan"
+        " arctanh arctan2 greater greater_equal less less_equal not_equal special_digamma special_erf special_erfc"
+        " special_erfinv"
+        " special_exp2 special_expit special_expm1 special_gammainc special_gammaincc special_gammaln special_i0"
+        " special_log1p"
+        " special_logit special_multigammaln special_ndtr special_polygamma special_psi special_round special_sinc"
+        " special_xlogy".split()
     )
 )
 """Pointwise ops that torch does not tag as such (those made of other ops, mostly)."""
@@ -41,7 +48,9 @@ DTYPE_ONLY = frozenset({("type_as", "other"), ("to", "other")})
 """(op, argument) of tensors read for their dtype alone: they need not have the output's shape."""
 
 LINEAR: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*IDENTITY, *CASTS, *"neg negative real imag conj _conj conj_physical deg2rad rad2deg".split()), ("self",)),
+    **dict.fromkeys(
+        (*IDENTITY, *CASTS, *"neg negative real imag conj _conj conj_physical deg2rad rad2deg".split()), ("self",)
+    ),
     **dict.fromkeys(("add", "sub", "subtract", "rsub", "where"), ("self other",)),
     **dict.fromkeys(("mul", "multiply"), ("self", "other")),
     **dict.fromkeys(("div", "divide", "true_divide", "ldexp"), ("self",)),
@@ -54,8 +63,17 @@ LINEAR: dict[str, tuple[str, ...]] = {
 }
 """Sets of arguments in which an op is linear together; a number in place of one is an offset and breaks the set."""
 
-NEEDS_NOTHING = IDENTITY | CASTS | frozenset("neg negative add sub subtract rsub copy fill real imag complex zeros_like ones_like full_like empty_like".split())
-NEEDS_OUTPUT = frozenset("exp exp2 expm1 tanh sigmoid relu rsqrt sqrt reciprocal tan elu selu celu special_expit".split())
+NEEDS_NOTHING = (
+    IDENTITY
+    | CASTS
+    | frozenset(
+        "neg negative add sub subtract rsub copy fill real imag complex"
+        " zeros_like ones_like full_like empty_like".split()
+    )
+)
+NEEDS_OUTPUT = frozenset(
+    "exp exp2 expm1 tanh sigmoid relu rsqrt sqrt reciprocal tan elu selu celu special_expit".split()
+)
 SCALES = frozenset("mul multiply div divide true_divide".split())
 """By a number: nothing is saved."""
 
@@ -88,8 +106,12 @@ def pointwise(call: Call) -> Rule | None:
     if any(looked_at):
         ins = tuple(((),) * len(dims) if skip else dims for dims, skip in zip(ins, looked_at, strict=True))
     n = len(arguments)
-    saves: tuple[int, ...] = () if name in NEEDS_NOTHING | NEEDS_OUTPUT or (name in SCALES and n == 1) else tuple(range(n))
-    return Rule(ins, out_dims, sizes, linear=_linear(call, name, arguments), saves=saves, saves_output=name in NEEDS_OUTPUT)
+    saves: tuple[int, ...] = (
+        () if name in NEEDS_NOTHING | NEEDS_OUTPUT or (name in SCALES and n == 1) else tuple(range(n))
+    )
+    return Rule(
+        ins, out_dims, sizes, linear=_linear(call, name, arguments), saves=saves, saves_output=name in NEEDS_OUTPUT
+    )
 
 
 def _linear(call: Call, name: str, arguments: list[str]) -> tuple[frozenset[int], ...]:

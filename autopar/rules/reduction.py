@@ -27,7 +27,9 @@ def reduced_dims(call: Call) -> list[int]:
     return dim_list(call) if "dim" in arguments(call) else list(range(len(call.in_shapes[0])))
 
 
-def reduction_dims(shape: Sequence[int], gone: Sequence[int], keep: bool) -> tuple[list[Dim], list[Dim], dict[str, int]]:
+def reduction_dims(
+    shape: Sequence[int], gone: Sequence[int], keep: bool
+) -> tuple[list[Dim], list[Dim], dict[str, int]]:
     """Input dims `d0..` or, where reduced, `r0..`; output dims; sizes."""
     ins: list[Dim] = [(f"r{d}",) if d in gone else (f"d{d}",) for d in range(len(shape))]
     outs: list[Dim] = [() if d in gone else ins[d] for d in range(len(shape)) if keep or d not in gone]
@@ -68,7 +70,11 @@ def _mean_local(ctx: Local) -> Node:
         return ctx.emit(aten.div.Tensor, ctx.same(), math.prod(ctx.rule.sizes[k] // ctx.local_size(k) for k in cut))
     count = math.prod(ctx.rule.sizes[letter] for letter in reduced_letters(ctx.rule))
     kwargs = {"dtype": ctx.call.arg("dtype")} if ctx.call.arg("dtype") is not None else {}
-    args = (ctx.ins[0],) if ctx.call.arg("dim") is None else (ctx.ins[0], ctx.call.arg("dim"), bool(ctx.call.arg("keepdim", False)))
+    args = (
+        (ctx.ins[0],)
+        if ctx.call.arg("dim") is None
+        else (ctx.ins[0], ctx.call.arg("dim"), bool(ctx.call.arg("keepdim", False)))
+    )
     target = aten.sum.default if len(args) == 1 else aten.sum.dim_IntList
     return ctx.emit(aten.div.Tensor, ctx.emit(target, *args, **kwargs), count)
 
@@ -101,7 +107,7 @@ def local_max(ctx: Local, x: Node, dim: int, letter: str) -> Node:
 
 
 def one_longer(ctx: Local, x: Node, dim: int, fill: float) -> Node:
-    """Add one row of `fill` along `dim`, so that an empty shard can be read; every rank does so, to run the same nodes."""
+    """Add one row of `fill` along `dim`: an empty shard can then be read. Every rank does so, to run the same nodes."""
     shape = [1 if d == dim else n for d, n in enumerate(x.meta["val"].shape)]
     return ctx.emit(aten.cat.default, [x, ctx.emit(aten.new_full.default, x, shape, fill)], dim)
 
@@ -113,6 +119,8 @@ RULES: dict[str, Callable[[Call], Rule | None]] = {
     "count_nonzero": counted,
     "max": largest,
     "min": largest,
-    **dict.fromkeys("amax amin aminmax argmax argmin any all prod median nanmedian mode kthvalue nanmean".split(), whole_dims),
+    **dict.fromkeys(
+        "amax amin aminmax argmax argmin any all prod median nanmedian mode kthvalue nanmean".split(), whole_dims
+    ),
     **dict.fromkeys("quantile nanquantile".split(), filled_dims),
 }

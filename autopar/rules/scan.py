@@ -60,4 +60,3 @@ RULES: dict[str, Callable[[Call], Rule | None]] = {
     "searchsorted": searchsorted,
     "bucketize": bucketize,
 }
-

@@ -1,5 +1,5 @@
-"""Writes by index: scatter, index_add, index_put and relatives. Where writes add up, cutting the list of writes leaves a
-partial result and the tensor written to is an addend; where they overwrite, the list is whole."""
+"""Writes by index: scatter, index_add, index_put and relatives. Where writes add up, cutting the list of writes
+leaves a partial result and the tensor written to is an addend; where they overwrite, the list is whole."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def scatter(call: Call) -> Rule | None:
 
 def _adds(call: Call) -> bool:
     name = call.target._schema.name.split("::")[-1]
-    return name == "scatter_add" or (name == "scatter_reduce" and call.arg("reduce") == "sum" and bool(call.arg("include_self", True)))
+    return name == "scatter_add" or (
+        name == "scatter_reduce" and call.arg("reduce") == "sum" and bool(call.arg("include_self", True))
+    )
 
 
 def index_add(call: Call) -> Rule | None:

@@ -52,7 +52,11 @@ def _border_local(ctx: Local) -> Node:
     shape, spatial = tuple(ctx.ins[0].meta["val"].shape), len(amounts) // 2
     lead = len(shape) - spatial
     flat = ctx.emit(aten.reshape.default, ctx.ins[0], [math.prod(shape[:lead]), 1, *shape[lead:]])
-    return ctx.emit(aten.reshape.default, ctx.emit(ctx.call.target, flat, *ctx.call.node.args[1:], **ctx.call.node.kwargs), ctx.out_shape())
+    return ctx.emit(
+        aten.reshape.default,
+        ctx.emit(ctx.call.target, flat, *ctx.call.node.args[1:], **ctx.call.node.kwargs),
+        ctx.out_shape(),
+    )
 
 
 def triangle(call: Call) -> Rule:

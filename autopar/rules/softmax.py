@@ -28,7 +28,9 @@ def softmax(call: Call) -> Rule:
     at = reduced_dims(call)[0]
     rest = tuple(dim[0] for i, dim in enumerate(ins) if i != at)
     costs = Distributed((Collective("all_reduce", "nothing", rest), Collective("all_reduce", "all_reduce", rest)))
-    return Rule((tuple(ins),), (tuple(ins),), sizes, distributed={f"r{at}": costs}, local=_softmax_local, saves_output=True)
+    return Rule(
+        (tuple(ins),), (tuple(ins),), sizes, distributed={f"r{at}": costs}, local=_softmax_local, saves_output=True
+    )
 
 
 def _softmax_local(ctx: Local) -> Node:
@@ -62,8 +64,12 @@ def logsumexp(call: Call) -> Rule:
     if len(gone) != 1 or not call.in_shapes[0] or not call.inputs[0].dtype.is_floating_point:
         return reduced(call, whole=letters, saves=(0,), saves_output=True)
     rest = tuple(f"d{d}" for d in range(len(call.in_shapes[0])) if d not in gone)
-    costs = Distributed((Collective("all_reduce", "nothing", rest), Collective("all_reduce", "nothing", rest)), output="I")
-    return reduced(call, distributed=dict.fromkeys(letters, costs), local=_logsumexp_local, saves=(0,), saves_output=True)
+    costs = Distributed(
+        (Collective("all_reduce", "nothing", rest), Collective("all_reduce", "nothing", rest)), output="I"
+    )
+    return reduced(
+        call, distributed=dict.fromkeys(letters, costs), local=_logsumexp_local, saves=(0,), saves_output=True
+    )
 
 
 def _logsumexp_local(ctx: Local) -> Node:
@@ -73,7 +79,11 @@ def _logsumexp_local(ctx: Local) -> Node:
     x = ctx.ins[0]
     top = ctx.reduce(local_max(ctx, x, at, f"r{at}"), f"r{at}", "max")
     top = ctx.emit(aten.masked_fill.Scalar, top, ctx.emit(aten.isinf.default, top), 0.0)  # inf - inf is no number
-    norm = ctx.reduce(ctx.emit(aten.sum.dim_IntList, ctx.emit(aten.exp.default, ctx.emit(aten.sub.Tensor, x, top)), [at], True), f"r{at}", "I")
+    norm = ctx.reduce(
+        ctx.emit(aten.sum.dim_IntList, ctx.emit(aten.exp.default, ctx.emit(aten.sub.Tensor, x, top)), [at], True),
+        f"r{at}",
+        "I",
+    )
     out = ctx.emit(aten.add.Tensor, ctx.emit(aten.log.default, norm), top)
     return out if ctx.call.arg("keepdim", False) else ctx.emit(aten.squeeze.dim, out, at)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 
 
 def _distributed(call: Call, collectives: Sequence[tuple[str, str]], local: Callable[[Local], object]) -> Rule:
-    """A reduction whose reduced dims may be cut; (forward, backward) of its collectives, on buffers of the kept dims."""
+    """A reduction whose reduced dims may be cut; collectives: (forward, backward), on buffers of the kept dims."""
     gone = reduced_dims(call)
     letters = frozenset(f"r{d}" for d in gone)
     if not call.inputs[0].dtype.is_floating_point or call.arg("dtype") is not None:
@@ -83,9 +84,22 @@ def _variance_local(ctx: Local) -> object:
 def vector_norm(call: Call) -> Rule | None:
     """linalg_vector_norm, norm: of order 2 across shards; other orders keep their dims whole."""
     order = call.arg("ord", call.arg("p", 2))
-    if order is None or order == 2:
+    return _norm(call, order is None or order == 2)
+
+
+def matrix_norm(call: Call) -> Rule | None:
+    """linalg_norm, linalg_matrix_norm, frobenius_norm: order 2 of two dims is the spectral norm, and they are whole."""
+    order = call.arg("ord", "fro")
+    vector = "matrix" not in call.target._schema.name and len(reduced_dims(call)) == 1
+    return _norm(call, order is None or order == "fro" or (vector and order == 2))
+
+
+def _norm(call: Call, euclidean: bool) -> Rule:
+    if euclidean:
         return _distributed(call, [("all_reduce", "nothing")], _norm_local)
-    return reduced(call, whole=frozenset(f"r{d}" for d in reduced_dims(call)), saves=(0,), saves_output=True)
+    whole = frozenset(f"r{d}" for d in reduced_dims(call))
+    found = reduced(call, whole=whole, saves=(0,), saves_output=True)
+    return replace(found, filled=frozenset(found.sizes))
 
 
 def _norm_local(ctx: Local) -> Node:
@@ -105,4 +119,5 @@ def _root(ctx: Local, squares: Node) -> Node:
 RULES: dict[str, Callable[[Call], Rule | None]] = {
     **dict.fromkeys("var std var_mean std_mean".split(), variance),
     **dict.fromkeys("linalg_vector_norm norm".split(), vector_norm),
+    **dict.fromkeys("linalg_norm linalg_matrix_norm frobenius_norm".split(), matrix_norm),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -22,8 +23,8 @@ aten = torch.ops.aten
 def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
     """Factors shared by the two shapes of a reshape: the finest ones that neither shape cuts across.
 
-    `(4, 8, 32) -> (32, 4, 8)` gives `(a)(b)(c d) -> (a b)(c)(d)`. Where the shapes do not nest (6, 4 -> 8, 3) the dims have
-    no factor.
+    `(4, 8, 32) -> (32, 4, 8)` gives `(a)(b)(c d) -> (a b)(c)(d)`. Where the shapes do not nest (6, 4 -> 8, 3) the
+    dims have no factor.
     """
     ins: list[list[str]] = [[] for _ in source]
     outs: list[list[str]] = [[] for _ in target]
@@ -43,13 +44,18 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, 
                 right.append(j)
                 b *= target[j]
                 j += 1
-            if a == b and (left or right) and not (i < len(source) and source[i] == 1) and not (j < len(target) and target[j] == 1):
+            if (
+                a == b
+                and (left or right)
+                and not (i < len(source) and source[i] == 1)
+                and not (j < len(target) and target[j] == 1)
+            ):
                 break
         bounds = sorted(_inner(source, left) | _inner(target, right) | {1, a}, reverse=True)
-        if any(big % small for big, small in zip(bounds, bounds[1:], strict=False)):
+        if any(big % small for big, small in itertools.pairwise(bounds)):
             continue
         names = []
-        for outer, inner in zip(bounds, bounds[1:], strict=False):
+        for outer, inner in itertools.pairwise(bounds):
             name = f"f{len(sizes)}"
             sizes[name] = outer // inner
             names.append((name, outer, inner))
@@ -197,7 +203,9 @@ def repeat(call: Call) -> Rule:
 
 
 def _repeat_local(ctx: Local) -> Node:
-    return ctx.emit(aten.repeat.default, ctx.ins[0], [ctx.local_size(f"r{i}") for i in range(len(ctx.call.out_shapes[0]))])
+    return ctx.emit(
+        aten.repeat.default, ctx.ins[0], [ctx.local_size(f"r{i}") for i in range(len(ctx.call.out_shapes[0]))]
+    )
 
 
 def repeat_interleave(call: Call) -> Rule | None:
@@ -271,7 +279,10 @@ def channel_shuffle(call: Call) -> Rule:
 
 
 RULES: dict[str, Callable[[Call], Rule | None]] = {
-    **dict.fromkeys("view reshape _unsafe_view flatten unflatten view_as reshape_as ravel atleast_1d atleast_2d atleast_3d".split(), reshape),
+    **dict.fromkeys(
+        "view reshape _unsafe_view flatten unflatten view_as reshape_as ravel atleast_1d atleast_2d atleast_3d".split(),
+        reshape,
+    ),
     "transpose": permuted(_swapped("dim0", "dim1")),
     "swapdims": permuted(_swapped("dim0", "dim1")),
     "swapaxes": permuted(_swapped("axis0", "axis1")),

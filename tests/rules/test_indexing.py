@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         *case(lambda i: F.one_hot(i, 6), whole_numbers(6, 4, 5)),
         *case(lambda i: F.one_hot(i, 5), whole_numbers(5, 5)),
     ),
-}  # fmt: skip
+}
 
 
 def test_every_rule_has_a_case() -> None:
@@ -65,8 +65,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("op", CASES)
 def test_every_op_runs_on_shards_as_on_the_whole(op: str) -> None:
     for each in CASES[op]:
-        for mesh in ("3", "4"):
-            prove(each.fn, *each.tensors, mesh=mesh, split=False)
+        prove(each.fn, *each.tensors, mesh="3", split=False)  # uneven shards, and empty ones of a dim of size four
         prove_op(op, each, "2")
 
 
@@ -93,7 +92,12 @@ def test_any_places_of_the_indices(shape: list[int], places: list[tuple[int, ...
 
 
 def test_a_vocabulary_with_parts_is_cut_in_runs_only() -> None:
-    proof = prove(lambda w, ids: (F.embedding(ids, w), w.reshape(2, 4, 3).transpose(0, 1) * 2), real(8, 3), whole_numbers(8, 4), mesh="2")
+    proof = prove(
+        lambda w, ids: (F.embedding(ids, w), w.reshape(2, 4, 3).transpose(0, 1) * 2),
+        real(8, 3),
+        whole_numbers(8, 4),
+        mesh="2",
+    )
     assert "embedding:v.0" in proof.factors
     assert "embedding:v.1" not in proof.factors
 

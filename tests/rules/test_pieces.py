@@ -24,7 +24,11 @@ CASES: dict[str, tuple[Case, ...]] = {
     "narrow": (*case(lambda x: x.narrow(1, 1, 3), X), *case(lambda x: x.narrow(-1, 0, 5), X)),
     "select": (*case(lambda x: x.select(1, -1), X), *case(lambda x: x[2], X)),
     "unbind": case(lambda x: x.unbind(-1), real(4, 2)),
-    "split": (*case(lambda x: x.split(5, 1), real(4, 10)), *case(lambda x: x.split(3, 1), X), *case(lambda x: x.split(2), X)),
+    "split": (
+        *case(lambda x: x.split(5, 1), real(4, 10)),
+        *case(lambda x: x.split(3, 1), X),
+        *case(lambda x: x.split(2), X),
+    ),
     "chunk": (*case(lambda x: x.chunk(2, -1), real(4, 10)), *case(lambda x: x.chunk(2, -1), X)),
     "split_with_sizes": (*case(lambda x: x.split([2, 3], 1), X), *case(lambda x: x.split([4, 4], 1), real(5, 8))),
     "tensor_split": (*case(lambda x: x.tensor_split(2, 1), X), *case(lambda x: x.tensor_split((2, 4), 1), real(5, 6))),
@@ -37,19 +41,25 @@ CASES: dict[str, tuple[Case, ...]] = {
     "cat": (*case(lambda x, y: torch.cat([x, y, x], 1), X, real(4, 2)), *case(lambda x, y: torch.cat([x, y]), X, Y)),
     "concat": case(lambda x, y: torch.concat([x, y], -1), X, Y),
     "concatenate": case(lambda x, y: torch.concatenate([x, y], -1), X, Y),
-    "hstack": (*case(lambda x, y: torch.hstack([x, y]), X, Y), *case(lambda x, y: torch.hstack([x, y]), real(5, 4, 2), real(5, 3, 2))),
+    "hstack": (
+        *case(lambda x, y: torch.hstack([x, y]), X, Y),
+        *case(lambda x, y: torch.hstack([x, y]), real(5, 4, 2), real(5, 3, 2)),
+    ),
     "vstack": (*case(lambda x, y: torch.vstack([x, y]), X, Y), *case(lambda x, y: torch.vstack([x, y]), real(5), X)),
     "row_stack": case(lambda x, y: aten.row_stack([x, y]), real(5), X),
     "dstack": (
         *case(lambda x, y: torch.dstack([x, y]), X, real(4, 5, 3)),
         *case(lambda x, y: torch.dstack([x, y]), real(5), real(1, 5, seed=1)),
     ),
-    "column_stack": (*case(lambda x, y: torch.column_stack([x, y]), real(5), real(5, 3)), *case(lambda x, y: torch.column_stack([x, y]), X, Y)),
+    "column_stack": (
+        *case(lambda x, y: torch.column_stack([x, y]), real(5), real(5, 3)),
+        *case(lambda x, y: torch.column_stack([x, y]), X, Y),
+    ),
     "stack": (*case(lambda x, y: torch.stack([x, y]), X, Y), *case(lambda x, y: torch.stack([x, y], -1), X, Y)),
     "select_scatter": case(lambda x, y: torch.select_scatter(x, y, 1, -1), X, real(4)),
     "slice_scatter": case(lambda x, y: torch.slice_scatter(x, y, 1, 1, 4, 2), X, real(4, 2)),
     "diagonal_scatter": case(lambda x, y: torch.diagonal_scatter(x, y, 1, 0, 2), real(3, 5, 4), real(5, 3)),
-}  # fmt: skip
+}
 
 
 def test_every_rule_has_a_case() -> None:
@@ -59,8 +69,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("op", CASES)
 def test_every_op_runs_on_shards_as_on_the_whole(op: str) -> None:
     for each in CASES[op]:
-        for mesh in ("3", "4"):
-            prove(each.fn, *each.tensors, mesh=mesh, split=False)
+        prove(each.fn, *each.tensors, mesh="3", split=False)  # uneven shards, and empty ones of a dim of size four
         if op != "hstack":
             prove_op(op, each, "2")
 
@@ -70,7 +79,7 @@ def test_two_axes(op: str) -> None:
     prove_op(op, CASES[op][0], "2x2")
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(0, 1), st.sampled_from(["2", "3", "4"]))
 def test_chunks_of_any_size(pieces: int, size: int, other: int, dim: int, mesh: str) -> None:
     shape = [other, pieces * size] if dim else [pieces * size, other]
@@ -87,7 +96,9 @@ def test_joins_with_old_style_empty_tensors_are_kept_whole() -> None:
     assert not prove(lambda x, y: torch.cat([x, y]), X, real(0), mesh="2", split=False).split
 
 
-@pytest.mark.parametrize("fn", [lambda x: x.chunk(2, 1), lambda x: x[:, :0], lambda x: torch.cat([x, x], 1), lambda x: x.split(2)])
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.chunk(2, 1), lambda x: x[:, :0], lambda x: torch.cat([x, x], 1), lambda x: x.split(2)]
+)
 def test_no_elements(fn: object) -> None:
     prove(fn, real(4, 0), mesh="2", split=False)
 

@@ -31,8 +31,14 @@ CASES: dict[str, tuple[Case, ...]] = {
         *case(lambda x: x.mean(), real(4, 4)),
     ),
     "nansum": (*case(lambda x: x.nansum(1), NAN.requires_grad_(True)), *case(lambda x: x.nansum(), X)),
-    "count_nonzero": (*case(lambda x: torch.count_nonzero(x, 1), B), *case(lambda x: torch.count_nonzero(x), whole_numbers(2, 4, 5))),
-    "max": (*case(lambda x: x.max(1), X), *case(lambda x, y: torch.max(x, y), X, real(5, seed=1)), *case(lambda x: x.max() * x, X)),
+    "count_nonzero": (
+        *case(lambda x: torch.count_nonzero(x, 1), B),
+        *case(lambda x: torch.count_nonzero(x), whole_numbers(2, 4, 5)),
+    ),
+    "max": (
+        *case(lambda x: x.max(1), X),
+        *case(lambda x, y: torch.max(x, y), X, real(5, seed=1)),
+    ),
     "min": (*case(lambda x: x.min(0, keepdim=True), X), *case(lambda x, y: torch.min(x, y), X, real(5, seed=1))),
     "amax": (*case(lambda x: x.amax(1), X), *case(lambda x: x.amax((0, 2), keepdim=True), Z)),
     "amin": case(lambda x: x.amin(-2), X),
@@ -49,7 +55,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "nanmean": case(lambda x: x.nanmean(1), NAN.detach()),
     "quantile": case(lambda x: x.quantile(0.3, 1), X),
     "nanquantile": case(lambda x: x.nanquantile(0.3, 1), X),
-}  # fmt: skip
+}
 
 
 def test_every_rule_has_a_case() -> None:
@@ -59,9 +65,8 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("op", CASES)
 def test_every_op_runs_on_shards_as_on_the_whole(op: str) -> None:
     for each in CASES[op]:
-        for mesh in ("2", "3", "4"):
-            prove(each.fn, *each.tensors, mesh=mesh, split=False)
-    prove_op(op, CASES[op][0], "2")
+        prove(each.fn, *each.tensors, mesh="3", split=False)  # uneven shards, and empty ones of a dim of size four
+        prove_op(op, each, "2")
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "amax"])
@@ -69,9 +74,11 @@ def test_two_axes(op: str) -> None:
     prove_op(op, CASES[op][0], "2x2")
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=3).flatmap(lambda s: st.tuples(st.just(s), st.sets(st.integers(0, len(s) - 1)))),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3).flatmap(
+        lambda s: st.tuples(st.just(s), st.sets(st.integers(0, len(s) - 1)))
+    ),
     st.booleans(),
     st.sampled_from(["2", "3", "4"]),
 )
@@ -105,7 +112,9 @@ def test_scalars() -> None:
     prove(lambda x: x.sum() + x.mean() + x.amax(), real(), mesh="2", split=False)
 
 
-@pytest.mark.parametrize("fn", [lambda x, q: torch.quantile(x, q, 1), lambda x, q: x.argmax() * q])
+@pytest.mark.parametrize(
+    "fn", [lambda x, q: torch.quantile(x, q, 1), lambda x, q: x.argmax() * q, lambda x, q: x.max() * x]
+)
 def test_reductions_of_all_elements_are_kept_whole(fn: object) -> None:
     proof = prove(fn, X, torch.tensor(0.5, dtype=torch.float64), mesh="2", split=False)
-    assert not proof.ops & {"quantile", "argmax"}
+    assert not proof.ops & {"quantile", "argmax", "max"}

@@ -14,7 +14,10 @@ from tests.rules.prove import prove
 X = real(4, 5)
 ROWS = real(4, 3, grad=False).sort(-1).values
 CASES: dict[str, tuple[Case, ...]] = {
-    "cumsum": (*case(lambda x: x.cumsum(1), X), *case(lambda x: x.cumsum(0, dtype=torch.int64), real(4, 5, grad=False))),
+    "cumsum": (
+        *case(lambda x: x.cumsum(1), X),
+        *case(lambda x: x.cumsum(0, dtype=torch.int64), real(4, 5, grad=False)),
+    ),
     "cumprod": case(lambda x: x.cumprod(1), X),
     "cummax": case(lambda x: x.cummax(1), X),
     "cummin": case(lambda x: x.cummin(0), X),
@@ -30,10 +33,15 @@ CASES: dict[str, tuple[Case, ...]] = {
     "searchsorted": (
         *case(lambda rows, x: torch.searchsorted(rows, x, right=True), ROWS, real(4, 5, grad=False)),
         *case(lambda row, x: torch.searchsorted(row, x), ROWS[0].clone(), real(4, 5, grad=False)),
-        *case(lambda r, x, s: torch.searchsorted(r, x, sorter=s), real(5, 3, grad=False), real(5, 2, grad=False), real(5, 3, grad=False).argsort(-1)),
+        *case(
+            lambda r, x, s: torch.searchsorted(r, x, sorter=s),
+            real(5, 3, grad=False),
+            real(5, 2, grad=False),
+            real(5, 3, grad=False).argsort(-1),
+        ),
     ),
     "bucketize": case(lambda x, edges: torch.bucketize(x, edges), real(4, 5, grad=False), ROWS[0].clone()),
-}  # fmt: skip
+}
 
 
 def test_every_rule_has_a_case() -> None:
@@ -43,8 +51,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("op", CASES)
 def test_every_op_runs_on_shards_as_on_the_whole(op: str) -> None:
     for each in CASES[op]:
-        for mesh in ("3", "4"):
-            prove(each.fn, *each.tensors, mesh=mesh, split=False)
+        prove(each.fn, *each.tensors, mesh="3", split=False)  # uneven shards, and empty ones of a dim of size four
         prove_op(op, each, "2")
 
 
@@ -53,7 +60,7 @@ def test_two_axes(op: str) -> None:
     prove_op(op, CASES[op][0], "2x2")
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(0, 2), st.sampled_from(["2", "3", "4"]))
 def test_any_dim(shape: list[int], dim: int, mesh: str) -> None:
     prove(lambda x: (x.cumsum(dim % len(shape)), x.sort(dim % len(shape)).values), real(*shape), mesh=mesh, split=False)

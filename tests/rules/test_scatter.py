@@ -1,4 +1,4 @@
-"""Writes by index: those that add up leave partial sums where the writes are cut, those that overwrite keep them whole."""
+"""Writes by index: those that add up leave partial sums where the writes are cut, those that overwrite are whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ CASES: dict[str, tuple[Case, ...]] = {
         *case(lambda x, i, s: x.scatter(1, i, s), X, ORDER, real(4, 3, seed=1)),
         *case(lambda x, i: x.scatter(1, i, 2.0), X, ORDER),
         *case(lambda x, i, s: x.scatter(-1, i, s), X, ORDER, real(4, 5, grad=False)),
-        *case(lambda x, i, s: x.scatter(1, i, s, reduce="add"), real(4, 5, grad=False), ORDER, real(4, 3, grad=False)),
     ),
     "scatter_add": (
         *case(lambda x, i, s: x.scatter_add(1, i, s), X, whole_numbers(5, 4, 5), real(4, 5, seed=1)),
@@ -29,7 +28,12 @@ CASES: dict[str, tuple[Case, ...]] = {
     "scatter_reduce": (
         *case(lambda x, i, s: x.scatter_reduce(1, i, s, "sum"), X, whole_numbers(5, 4, 6), real(4, 6, seed=1)),
         *case(lambda x, i, s: x.scatter_reduce(1, i, s, "amax"), X, whole_numbers(5, 4, 6), real(4, 6, seed=1)),
-        *case(lambda x, i, s: x.scatter_reduce(1, i, s, "sum", include_self=False), X, whole_numbers(5, 4, 6), real(4, 6, seed=1)),
+        *case(
+            lambda x, i, s: x.scatter_reduce(1, i, s, "sum", include_self=False),
+            X,
+            whole_numbers(5, 4, 6),
+            real(4, 6, seed=1),
+        ),
         *case(lambda x, i, s: x.scatter_reduce(1, i, s, "mean"), X, whole_numbers(5, 4, 6), real(4, 6, seed=1)),
     ),
     "index_add": (
@@ -45,11 +49,25 @@ CASES: dict[str, tuple[Case, ...]] = {
         *case(lambda x, i, v: aten.index_put(x, [None, i], v), Z, torch.tensor([4, 0]), real(4, 2, 3, seed=1)),
         *case(lambda x, i, v: aten.index_put(x, [i], v, True), Z, whole_numbers(4, 6), real(6, 5, 3, seed=1)),
         *case(lambda x, i, v: aten.index_put(x, [i], v, True), Z, whole_numbers(4, 6), real(5, 1, seed=1)),
-        *case(lambda x, i, j, v: aten.index_put(x, [i, j], v, True), Z, whole_numbers(4, 6, 1), whole_numbers(5, 2), real(6, 2, 3, seed=1)),
-        *case(lambda x, i, j, v: aten.index_put(x, [i, None, j], v, True), Z, whole_numbers(4, 6), whole_numbers(3, 6), real(seed=1)),
+        *case(
+            lambda x, i, j, v: aten.index_put(x, [i, j], v, True),
+            Z,
+            whole_numbers(4, 6, 1),
+            whole_numbers(5, 2),
+            real(6, 2, 3, seed=1),
+        ),
+        *case(
+            lambda x, i, j, v: aten.index_put(x, [i, None, j], v, True),
+            Z,
+            whole_numbers(4, 6),
+            whole_numbers(3, 6),
+            real(seed=1),
+        ),
     ),
-    "_unsafe_index_put": case(lambda x, i, v: aten._unsafe_index_put(x, [i], v, True), Z, whole_numbers(4, 6), real(6, 5, 3, seed=1)),
-}  # fmt: skip
+    "_unsafe_index_put": case(
+        lambda x, i, v: aten._unsafe_index_put(x, [i], v, True), Z, whole_numbers(4, 6), real(6, 5, 3, seed=1)
+    ),
+}
 
 
 def test_every_rule_has_a_case() -> None:
@@ -59,8 +77,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("op", CASES)
 def test_every_op_runs_on_shards_as_on_the_whole(op: str) -> None:
     for each in CASES[op]:
-        for mesh in ("3", "4"):
-            prove(each.fn, *each.tensors, mesh=mesh, split=False)
+        prove(each.fn, *each.tensors, mesh="3", split=False)  # uneven shards, and empty ones of a dim of size four
         prove_op(op, each, "2")
 
 
@@ -71,9 +88,16 @@ def test_two_axes(op: str) -> None:
 
 @pytest.mark.parametrize(
     ("op", "number", "adds"),
-    [("scatter_add", 0, True), ("scatter", 0, False), ("scatter_reduce", 0, True), ("scatter_reduce", 1, False),
-     ("scatter_reduce", 2, False), ("index_add", 0, True), ("index_copy", 0, False)],
-)  # fmt: skip
+    [
+        ("scatter_add", 0, True),
+        ("scatter", 0, False),
+        ("scatter_reduce", 0, True),
+        ("scatter_reduce", 1, False),
+        ("scatter_reduce", 2, False),
+        ("index_add", 0, True),
+        ("index_copy", 0, False),
+    ],
+)
 def test_only_writes_that_add_up_are_cut(op: str, number: int, adds: bool) -> None:
     proof = prove_op(op, CASES[op][number], "2")
     assert any(f.endswith(":i") for f in proof.factors) == adds

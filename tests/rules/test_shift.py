@@ -37,10 +37,13 @@ CASES: dict[str, tuple[Case, ...]] = {
     "replication_pad3d": case(lambda x: aten.replication_pad3d(x, [1, 0, 0, 1, 1, 1]), real(4, 5, 2, 2, 2)),
     "tril": (*case(lambda x: x.tril(), real(5, 4)), *case(lambda x: x.tril(-2), real(3, 4, 5))),
     "triu": (*case(lambda x: x.triu(1), real(4, 5)), *case(lambda x: x.triu(-2), real(8, 4))),
-    "diagonal": (*case(lambda x: x.diagonal(1, 0, 2), real(3, 5, 4)), *case(lambda x: x.diagonal(0, -1, 0), real(3, 4, 3))),
+    "diagonal": (
+        *case(lambda x: x.diagonal(1, 0, 2), real(3, 5, 4)),
+        *case(lambda x: x.diagonal(0, -1, 0), real(3, 4, 3)),
+    ),
     "diag_embed": (*case(lambda x: torch.diag_embed(x), X), *case(lambda x: torch.diag_embed(x, 1, 0, 1), X)),
     "unfold": case(lambda x: x.unfold(1, 3, 2), real(4, 7)),
-}  # fmt: skip
+}
 
 
 def test_every_rule_has_a_case() -> None:
@@ -50,8 +53,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("op", CASES)
 def test_every_op_runs_on_shards_as_on_the_whole(op: str) -> None:
     for each in CASES[op]:
-        for mesh in ("3", "4"):
-            prove(each.fn, *each.tensors, mesh=mesh, split=False)
+        prove(each.fn, *each.tensors, mesh="3", split=False)  # uneven shards, and empty ones of a dim of size four
         prove_op(op, each, "2")
 
 
@@ -64,7 +66,7 @@ def test_a_triangle_cut_by_two_axes_on_one_dim() -> None:
     prove(lambda x: x.tril(), real(4, 4), mesh="2x2")
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(-4, 4), st.sampled_from(["2", "3", "4"]))
 def test_triangles_of_any_size(rows: int, columns: int, offset: int, mesh: str) -> None:
     prove(lambda x: x.tril(offset) - 2 * x.triu(offset), real(rows, columns), mesh=mesh, split=False)
@@ -80,6 +82,8 @@ def test_rolling_all_elements_is_kept_whole() -> None:
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 2), min_size=4, max_size=4), st.sampled_from([0.0, 1.5]), st.sampled_from(["2", "3", "4"]))
+@given(
+    st.lists(st.integers(0, 2), min_size=4, max_size=4), st.sampled_from([0.0, 1.5]), st.sampled_from(["2", "3", "4"])
+)
 def test_borders_of_any_width(amounts: list[int], value: float, mesh: str) -> None:
     prove(lambda x: F.pad(x, amounts, value=value), real(4, 5), mesh=mesh, split=False)

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         *case(lambda x: x.logsumexp(1), whole_numbers(9, 4, 5)),
     ),
     "special_logsumexp": case(lambda x: torch.special.logsumexp(x, 1), X),
-}  # fmt: skip
+}
 
 
 def test_every_rule_has_a_case() -> None:
@@ -43,8 +43,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("op", CASES)
 def test_every_op_runs_on_shards_as_on_the_whole(op: str) -> None:
     for each in CASES[op]:
-        for mesh in ("3", "4"):
-            prove(each.fn, *each.tensors, mesh=mesh, split=False)
+        prove(each.fn, *each.tensors, mesh="3", split=False)  # uneven shards, and empty ones of a dim of size four
         prove_op(op, each, "2")
 
 
@@ -54,10 +53,15 @@ def test_the_dim_itself_is_cut_by_one_axis_and_by_two(op: str) -> None:
     prove(lambda x: getattr(x, op)(1), real(3, 8), mesh="2x2")
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(0, 2), st.sampled_from(["2", "3", "4"]))
 def test_any_shape(shape: list[int], dim: int, mesh: str) -> None:
-    prove(lambda x: x.softmax(dim % len(shape)) + x.logsumexp(dim % len(shape), True), real(*shape), mesh=mesh, split=False)
+    prove(
+        lambda x: x.softmax(dim % len(shape)) + x.logsumexp(dim % len(shape), True),
+        real(*shape),
+        mesh=mesh,
+        split=False,
+    )
 
 
 @pytest.mark.parametrize("mesh", ["2", "4"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -37,7 +38,10 @@ CASES: dict[str, tuple[Case, ...]] = {
     "mH": case(lambda x: x.mH, real(2, 4, 5)),
     "adjoint": case(lambda x: x.adjoint(), real(2, 4, 5)),
     "permute": case(lambda x: x.permute(2, 0, -2), real(4, 5, 2)),
-    "movedim": (*case(lambda x: x.movedim(0, -1), real(4, 5, 2)), *case(lambda x: x.movedim((0, 1), (2, 0)), real(4, 5, 2))),
+    "movedim": (
+        *case(lambda x: x.movedim(0, -1), real(4, 5, 2)),
+        *case(lambda x: x.movedim((0, 1), (2, 0)), real(4, 5, 2)),
+    ),
     "moveaxis": case(lambda x: x.moveaxis(0, -1), real(4, 5, 2)),
     "rot90": (*case(lambda x: x.rot90(1, (0, 2)), real(2, 5, 3)), *case(lambda x: x.rot90(2, (0, 1)), real(2, 3, 5))),
     "expand": (*case(lambda x: x.expand(3, 4, 5), real(4, 1)), *case(lambda x: x.expand(4, -1), real(1, 5))),
@@ -62,11 +66,16 @@ CASES: dict[str, tuple[Case, ...]] = {
         *case(lambda x: x.squeeze((0, 1)), real(1, 4, 1, 5)),
         *case(lambda x: x.squeeze(1), X),
     ),
-    "pixel_shuffle": (*case(lambda x: F.pixel_shuffle(x, 2), real(2, 8, 2, 3)), *case(lambda x: F.pixel_shuffle(x, 3), real(18, 4, 2))),
+    "pixel_shuffle": (
+        *case(lambda x: F.pixel_shuffle(x, 2), real(2, 8, 2, 3)),
+        *case(lambda x: F.pixel_shuffle(x, 3), real(18, 4, 2)),
+    ),
     "pixel_unshuffle": case(lambda x: F.pixel_unshuffle(x, 2), real(3, 2, 4, 8)),
     "channel_shuffle": case(lambda x: F.channel_shuffle(x, 2), real(2, 10, 3)),
-    "native_channel_shuffle": case(lambda x: torch.ops.aten.native_channel_shuffle(x, 2), real(2, 10, 3, 2, grad=False)),
-}  # fmt: skip
+    "native_channel_shuffle": case(
+        lambda x: torch.ops.aten.native_channel_shuffle(x, 2), real(2, 10, 3, 2, grad=False)
+    ),
+}
 
 
 def test_every_rule_has_a_case() -> None:
@@ -76,8 +85,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("op", CASES)
 def test_every_op_runs_on_shards_as_on_the_whole(op: str) -> None:
     for each in CASES[op]:
-        for mesh in ("2", "3", "4"):
-            prove(each.fn, *each.tensors, mesh=mesh, split=False)
+        prove(each.fn, *each.tensors, mesh="3", split=False)  # uneven shards, and empty ones of a dim of size four
         prove_op(op, each, "2")
 
 
@@ -94,12 +102,12 @@ def regroupings(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     for _ in range(2):
         cuts = sorted(draw(st.sets(st.integers(0, len(factors)), max_size=3)))
         edges = [0, *cuts, len(factors)]
-        shapes.append([math.prod(factors[a:b]) for a, b in zip(edges, edges[1:], strict=False)])
+        shapes.append([math.prod(factors[a:b]) for a, b in itertools.pairwise(edges)])
         factors = draw(st.permutations(factors)) if draw(st.booleans()) else factors
     return shapes[0], shapes[1]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(regroupings())
 def test_common_factors_multiply_to_the_dims_that_have_them(shapes: tuple[list[int], list[int]]) -> None:
     ins, outs, sizes = common_factors(*shapes)
@@ -110,7 +118,7 @@ def test_common_factors_multiply_to_the_dims_that_have_them(shapes: tuple[list[i
     assert [f for dim in ins for f in dim] == [f for dim in outs for f in dim]
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(regroupings(), st.sampled_from(["2", "3", "4"]))
 def test_reshape_of_any_shapes(shapes: tuple[list[int], list[int]], mesh: str) -> None:
     source, target = shapes
