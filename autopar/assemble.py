@@ -14,10 +14,10 @@ from torch import nn
 
 from autopar.dump import Dump
 from autopar.mesh import LogicalMesh
-from autopar.passes.shard import Decisions
 from autopar.pipeline import Prepared, carry_out, lower, prepare
 from autopar.plan import Plan
 from autopar.request import Request
+from autopar.rules.decisions import Decisions
 from autopar.runtime.check import agree, digest
 from autopar.runtime.module import Lowered, ParallelModule, draws_numbers
 from autopar.runtime.parameters import OLD_PARAMETERS, shard_parameter

@@ -26,11 +26,12 @@ from autopar.passes.check import check_layouts
 from autopar.passes.lower import Partition, lower_to_graphs
 from autopar.passes.merge_collectives import MergeCollectives, Overlap
 from autopar.passes.normalize import Normalize
-from autopar.passes.shard import Decisions, Shard
+from autopar.passes.shard import Shard
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.rules import rule_of
 from autopar.rules.analyse import Analysis, analyse
+from autopar.rules.decisions import Decisions
 from autopar.rules.discover import Discover
 from autopar.runtime.module import Lowered
 from autopar.solver.decide import decide

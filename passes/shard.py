@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,23 +18,9 @@ from autopar.mesh import LogicalMesh
 from autopar.program import Program, record, set_record
 from autopar.rules.analyse import Analysis, Op, value_of
 from autopar.rules.call import Call, is_getitem, tensor_inputs
+from autopar.rules.decisions import Decisions
 from autopar.rules.local import Local
-from autopar.rules.strategy import Strategy
 from autopar.runtime.moves import max_over, move
-
-
-@dataclass(frozen=True, eq=False)
-class Decisions:
-    """What the shard pass carries out; the planner's solution, or a test's choice."""
-
-    strategies: Mapping[str, Strategy]
-    """By op node name."""
-    sources: Mapping[str, Layout]
-    """How each placeholder lies (parameters: their storage); those not named are I."""
-    reads: Mapping[str, Layout] = field(default_factory=dict)
-    """Values that all consumers read through one common layout."""
-    outputs: Mapping[int, Layout] = field(default_factory=dict)
-    """Layouts of the sinks by index; those not named are I."""
 
 
 @dataclass(frozen=True, eq=False)

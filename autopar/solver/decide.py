@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
-from autopar.passes.shard import Decisions
 from autopar.rules.analyse import Analysis
+from autopar.rules.decisions import Decisions
 from autopar.rules.strategy import Strategy
 from autopar.solver.build import Built
 from autopar.solver.roles import Roles, is_attention

@@ -19,10 +19,11 @@ from autopar.cost.hardware import load_profile
 from autopar.layout import I, shard_of
 from autopar.mesh import LogicalMesh, Mesh, factor_axes
 from autopar.passes.normalize import Normalize
-from autopar.passes.shard import Decisions, Shard
+from autopar.passes.shard import Shard
 from autopar.program import Program, Record, Sink, Source, set_record
 from autopar.rules.analyse import Analysis, analyse
 from autopar.rules.call import Call
+from autopar.rules.decisions import Decisions
 from autopar.rules.pointwise import packet
 from autopar.rules.strategy import Strategy, strategies
 from autopar.runtime.simulate import run_ranks
