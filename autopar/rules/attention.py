@@ -1,7 +1,7 @@
-"""Scaled dot-product attention: heads, batch and queries are cut; every query needs all keys, and every product all features.
+"""Scaled dot-product attention: heads, batch and queries are cut; a query needs all keys, a product all features.
 
-A causal mask ties queries to their place. Where they are cut, the local program masks by global position itself: query i
-sees the keys j <= i, both counted from 0 (torch's convention, also for other numbers of keys than queries).
+A causal mask ties queries to their place. Where they are cut, the local program masks by global position itself: query
+i sees the keys j <= i, both counted from 0 (torch's convention, also for other numbers of keys than queries).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def attention(call: Call) -> Rule | None:
-    """`... s e, ... t e, ... t f, (... s t) -> ... s f`; with enable_gqa the dims before s are `(h r)` queries, `h` keys.
+    """`... s e, ... t e, ... t f, (... s t) -> ... s f`; with enable_gqa there are `(h r)` query, `h` key heads.
 
     Dropout draws random numbers, so it has no rule here.
     """

@@ -1,4 +1,4 @@
-"""Ops on each matrix or signal of a batch: linear algebra, Fourier transforms. Batch dims are cut, the others are whole."""
+"""Ops on each matrix or signal of a batch: linear algebra, Fourier transforms. Only batch dims are cut."""
 
 from __future__ import annotations
 
@@ -65,13 +65,21 @@ def _transform(last: int | None) -> Callable[[Call], Rule | None]:
         n = math.prod(call.in_shapes[0])
         flop = 5.0 * n * math.log2(max(2, math.prod(call.in_shapes[0][d] for d in at)))
         filled = frozenset(f"b{d}" for d in range(rank))
-        return rule(f"{left} -> {right}", call.in_shapes, call.out_shapes, whole=whole, filled=filled, linear=(frozenset({0}),), flop=flop)
+        return rule(
+            f"{left} -> {right}",
+            call.in_shapes,
+            call.out_shapes,
+            whole=whole,
+            filled=filled,
+            linear=(frozenset({0}),),
+            flop=flop,
+        )
 
     return build
 
 
 _ONE_MATRIX = (
-    "linalg_inv linalg_inv_ex inverse linalg_det det linalg_slogdet slogdet logdet linalg_cholesky linalg_cholesky_ex cholesky"
+    "linalg_inv linalg_inv_ex inverse linalg_det det linalg_slogdet slogdet logdet linalg_cholesky linalg_cholesky_ex"
     " linalg_qr linalg_svd linalg_svdvals linalg_eigh linalg_eigvalsh linalg_eig linalg_eigvals linalg_pinv"
     " linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power linalg_lu linalg_lu_factor linalg_lu_factor_ex"
     " cholesky_inverse"

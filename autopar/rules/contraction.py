@@ -1,7 +1,7 @@
 """Products that sum over common factors: linear layers, matrix products, einsum.
 
-A factor that the inputs have and the output lacks is summed, so cutting it leaves a partial output; what is added to the
-product (a bias, `addmm`'s first input) is then partial, too.
+A factor that the inputs have and the output lacks is summed, so cutting it leaves a partial output; what is added to
+the product (a bias, `addmm`'s first input) is then partial, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from autopar.rules.rule import Rule, rule
 
 
 def _product(
-    call: Call, notation: str, flop: float, *, addends: Sequence[int] = (), saves: Sequence[int] = (0, 1), filled: str = ""
+    call: Call,
+    notation: str,
+    flop: float,
+    *,
+    addends: Sequence[int] = (),
+    saves: Sequence[int] = (0, 1),
+    filled: str = "",
 ) -> Rule:
     return rule(
         notation,
@@ -56,7 +62,11 @@ def _added(spec: str, bias: str) -> Callable[[Call], Rule | None]:
         if rank > len(names):
             return None
         left = " ".join(names[len(names) - rank :])
-        sizes = {f: n for names, shape in zip(spec.split(", "), call.in_shapes[1:], strict=True) for f, n in zip(names.split(), shape, strict=True)}
+        sizes = {
+            f: n
+            for names, shape in zip(spec.split(", "), call.in_shapes[1:], strict=True)
+            for f, n in zip(names.split(), shape, strict=True)
+        }
         return rule(
             f"{left}, {spec} -> {bias}",
             call.in_shapes,
@@ -136,7 +146,7 @@ def _spaced(operand: str) -> str:
 
 
 def contraction_flop(operands: Sequence[str], out: str, shapes: Sequence[Sequence[int]]) -> float:
-    """2 x every index combination, pair by pair from the left, of a contraction (leading dims of an ellipsis count as one size)."""
+    """2 x every index combination of a contraction, pair by pair from the left; an ellipsis counts as one index."""
     sizes: dict[str, int] = {}
     for operand, shape in zip(operands, shapes, strict=True):
         names = operand.replace("...", "")
@@ -195,7 +205,9 @@ def cross(call: Call) -> Rule | None:
 
 def cdist(call: Call) -> Rule:
     """Distances of all pairs of rows; the coordinates are whole, since a root is taken of their sum."""
-    return rule("... m k, ... n k -> ... m n", call.in_shapes, call.out_shapes, whole="k", saves=(0, 1), saves_output=True)
+    return rule(
+        "... m k, ... n k -> ... m n", call.in_shapes, call.out_shapes, whole="k", saves=(0, 1), saves_output=True
+    )
 
 
 RULES: dict[str, Callable[[Call], Rule | None]] = {

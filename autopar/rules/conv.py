@@ -1,6 +1,6 @@
 """Convolutions: batch, output channels and groups are cut freely, cut input channels are summed, space is whole.
 
-    n (g i) space, (g o) i kernel, (g o) -> n (g o) space'        transposed: the weight is (g i) o kernel
+`n (g i) space, (g o) i kernel, (g o) -> n (g o) space'`; transposed, the weight is `(g i) o kernel`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def convolution(call: Call) -> Rule:
-    """Any convolution with the arguments (input, weight, bias, ...): the number of space dims is the weight's rank - 2."""
+    """Any convolution with arguments (input, weight, bias, ...); the weight's rank - 2 is the number of space dims."""
     name = call.target._schema.name
     transposed = "conv_transpose" in name or bool(call.arg("transposed", False))
     x, weight = call.in_shapes[:2]

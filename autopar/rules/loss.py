@@ -4,8 +4,8 @@ A cut vocabulary needs only small all-reduces, of one number a token:
 
     loss = log sum_v exp(x_v - max) - (x_target - max)
 
-The maximum and the sum are reduced over the axis (Shoeybi et al. 2019, section 3); the picked logit lies on one rank and
-the logarithm is kept on one rank, so the loss leaves as a partial sum.
+The maximum and the sum are reduced over the axis (Shoeybi et al. 2019, section 3); the picked logit lies on one rank
+and the logarithm is kept on one rank, so the loss leaves as a partial sum.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _cross_entropy_local(ctx: Local) -> Node:
     at = 1 if len(ctx.call.in_shapes[0]) > 1 else 0
     shifted = ctx.emit(aten.sub.Tensor, x, ctx.reduce(local_max(ctx, x, at, "v"), "v", "max"))
     total = ctx.emit(aten.sum.dim_IntList, ctx.emit(aten.exp.default, shifted), [at], True)
-    # against sharded probabilities the gradient of the sum is a part on each rank (R); against what all ranks know, it is whole (I)
+    # against sharded probabilities each rank has a part of the sum's gradient (R); against what all ranks know, all (I)
     log_total = ctx.emit(aten.log.default, ctx.reduce(total, "v", "R" if soft else "I"))
     loss = _soft_rows(ctx, shifted, log_total, at) if soft else _index_rows(ctx, shifted, log_total, at)
     return _finish(ctx, loss)
@@ -85,7 +85,9 @@ def _soft_rows(ctx: Local, shifted: Node, log_total: Node, at: int) -> Node:
         q = ctx.emit(aten.add.Scalar, ctx.emit(aten.mul.Scalar, q, 1 - smoothing), smoothing / ctx.rule.sizes["v"])
     if len(ctx.ins) > 2:
         q = ctx.emit(aten.mul.Tensor, q, _weights_here(ctx, at))
-    return ctx.emit(aten.sum.dim_IntList, ctx.emit(aten.mul.Tensor, q, ctx.emit(aten.sub.Tensor, log_total, shifted)), [at])
+    return ctx.emit(
+        aten.sum.dim_IntList, ctx.emit(aten.mul.Tensor, q, ctx.emit(aten.sub.Tensor, log_total, shifted)), [at]
+    )
 
 
 def _index_rows(ctx: Local, shifted: Node, log_total: Node, at: int) -> Node:
@@ -173,7 +175,7 @@ def elementwise(call: Call) -> Rule | None:
 
 
 def _rows(notation: str, single: str) -> Callable[[Call], Rule | None]:
-    """Unreduced losses of each sample, whose dims `c` are whole; `single` is the notation of one sample without a batch."""
+    """Unreduced losses of each sample, whose dim `c` is whole; `single` is the notation without a batch."""
 
     def build(call: Call) -> Rule | None:
         if int(call.arg("reduction", MEAN)) != NONE:

@@ -1,8 +1,8 @@
 """Normalisations: the statistics of a group of elements need the whole group.
 
-Where the group is cut, mean and variance are those of all ranks together: sums over the shard are reduced over the axis,
-the mean first and then the squares of what is left (two passes, since the difference of two large sums is inexact). The
-statistics are used against sharded values, so each rank's gradient of them is a part of the sum: R, not I.
+Where the group is cut, mean and variance are those of all ranks together: sums over the shard are reduced over the
+axis, the mean first and then the squares of what is left (two passes, since the difference of two large sums is
+inexact). The statistics are used against sharded values, so each rank has a part of their gradient: R, not I.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ aten = torch.ops.aten
 
 
 def _statistics(letters: Sequence[str], rows: Sequence[str], reductions: int = 2) -> dict[str, Distributed]:
-    """`letters` may be cut at the price of `reductions` all-reduces of a buffer with the factors `rows`, and as many backward."""
-    return {letter: Distributed((Collective("all_reduce", "all_reduce", tuple(rows)),) * reductions) for letter in letters}
+    """`letters` may be cut for `reductions` all-reduces of a buffer with the factors `rows`, and as many backward."""
+    return {
+        letter: Distributed((Collective("all_reduce", "all_reduce", tuple(rows)),) * reductions) for letter in letters
+    }
 
 
 def _named(prefix: str, first: int, stop: int) -> list[str]:
@@ -95,9 +97,9 @@ def _wide(ctx: Local, x: Node) -> Node:
 
 
 def batch_norm(call: Call) -> Rule | None:
-    """`n c space, c... -> n c space`: in training the statistics are over the (global) batch and space, else they are inputs.
+    """`n c space, c... -> n c space`: in training the statistics are over the global batch and space, else inputs.
 
-    Training with running statistics writes to them; capture has replaced these writes by means, so it stays without a rule here.
+    Training that writes running statistics has no rule: capture has replaced these writes by means.
     """
     training = bool(call.arg("training"))
     if training and call.arg("running_mean") is not None:
@@ -136,7 +138,7 @@ def _channels(ctx: Local, x: Node | None, space: int) -> Node | None:
 
 
 def instance_norm(call: Call) -> Rule | None:
-    """`n c space, c... -> n c space`: statistics over space of each sample and channel, or running ones as in batch norm."""
+    """`n c space, c... -> n c space`: statistics of each sample and channel over space, or running ones."""
     own = bool(call.arg("use_input_stats"))
     if own and call.arg("running_mean") is not None:
         return None

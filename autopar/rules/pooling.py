@@ -17,11 +17,13 @@ _FIRST = (frozenset({0}),)
 
 
 def _planes(space: int, *, linear: bool = False) -> Callable[[Call], Rule | None]:
-    """`n c space -> n c space'` for every tensor of the call; the last `space` dims are whole, the others alike in all."""
+    """`n c space -> n c space'` for every tensor; the last `space` dims are whole, the others alike in all."""
 
     def build(call: Call) -> Rule | None:
         lead = len(call.in_shapes[0]) - space
-        if lead < 1 or any(len(s) < lead or s[:lead] != call.in_shapes[0][:lead] for s in (*call.in_shapes, *call.out_shapes)):
+        if lead < 1 or any(
+            len(s) < lead or s[:lead] != call.in_shapes[0][:lead] for s in (*call.in_shapes, *call.out_shapes)
+        ):
             return None
         shapes = [*call.in_shapes, *call.out_shapes]
         batch = [f"b{d}" for d in range(lead)]
@@ -56,7 +58,13 @@ def affine_grid(call: Call) -> Rule:
     notation = f"n i j -> n {space} k"
     whole = f"i j k {space}"
     return rule(
-        notation, call.in_shapes, call.out_shapes, whole=whole, filled=frozenset("n"), local=_affine_grid_local, linear=_FIRST
+        notation,
+        call.in_shapes,
+        call.out_shapes,
+        whole=whole,
+        filled=frozenset("n"),
+        local=_affine_grid_local,
+        linear=_FIRST,
     )
 
 

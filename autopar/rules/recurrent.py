@@ -1,6 +1,6 @@
 """Recurrent layers and cells: the batch is cut; time and features are whole.
 
-    input t n f, states l n h, weights... -> t n o, l n h, (l n c)        with batch_first the input is n t f
+input t n f, states l n h, weights... -> t n o, l n h, (l n c)        with batch_first the input is n t f
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ def layer(call: Call) -> Rule | None:
     sequence: Dims = (_BATCH, (), ()) if call.arg("batch_first") else ((), _BATCH, ())
     state: Dims = ((), _BATCH, ())
     names = list(call.named_inputs())
-    ins = [sequence if name == "input" else state if name == "hx" else ((),) * len(shape) for name, shape in zip(names, call.in_shapes, strict=True)]
+    ins = [
+        sequence if name == "input" else state if name == "hx" else ((),) * len(shape)
+        for name, shape in zip(names, call.in_shapes, strict=True)
+    ]
     if any(len(shape) != 3 for name, shape in zip(names, call.in_shapes, strict=True) if name != "params"):
         return None
     batch = call.in_shapes[0][0 if call.arg("batch_first") else 1]
@@ -32,7 +35,10 @@ def cell(call: Call) -> Rule | None:
     """lstm_cell, gru_cell, rnn_tanh_cell, rnn_relu_cell: `n f, n h, weights... -> n h`."""
     names = list(call.named_inputs())
     row: Dims = (_BATCH, ())
-    ins = [row if name in ("input", "hx") else ((),) * len(shape) for name, shape in zip(names, call.in_shapes, strict=True)]
+    ins = [
+        row if name in ("input", "hx") else ((),) * len(shape)
+        for name, shape in zip(names, call.in_shapes, strict=True)
+    ]
     if any(len(shape) != 2 for name, shape in zip(names, call.in_shapes, strict=True) if name in ("input", "hx")):
         return None
     sizes = {"n": call.in_shapes[0][0]}
