@@ -102,12 +102,19 @@ def _lines(program: Program, axes: Sequence[str]) -> Iterator[str]:
         if source is not None and source.kind == "parameter" and not source.trainable:
             made += " (frozen)"
         if node.op not in ("placeholder", "get_attr"):
-            made = f"{_op_name(node)}({_arguments(node)})"
-        layout = _layout(known, axes)
-        head = " : ".join(
-            filter(None, (f"%{node.name}", " ".join(filter(None, (_value(node.meta.get("val")), layout)))))
-        )
-        yield f"  {head} = {made}{_comment(node, known)}"
+            made = call_text(node)
+        yield node_text(node, made, layout_text(known, axes), known.note)
+
+
+def node_text(node: Node, made: str, layout: str = "", note: str = "") -> str:
+    """`  %name : float32[8, 64] [S(0)@dp] = made  # module, model.py:42, note`."""
+    head = " : ".join(filter(None, (f"%{node.name}", " ".join(filter(None, (_value(node.meta.get("val")), layout))))))
+    return f"  {head} = {made}{_comment(node, record(node), note)}"
+
+
+def call_text(node: Node) -> str:
+    """`aten.linear.default(%x, %weight)`."""
+    return f"{_op_name(node)}({_arguments(node)})"
 
 
 def _sinks(program: Program, output: Node) -> Iterator[str]:
@@ -160,7 +167,7 @@ def _value(value: Any) -> str:
     return "" if value is None else type(value).__name__
 
 
-def _layout(known: Record, axes: Sequence[str]) -> str:
+def layout_text(known: Record, axes: Sequence[str]) -> str:
     if known.layout is None:
         return ""
     names = [known.parts.name(p) if known.parts is not None else repr(p) for p in known.layout]
@@ -170,8 +177,8 @@ def _layout(known: Record, axes: Sequence[str]) -> str:
     return f"[{' '.join(cut) or 'I'}]"
 
 
-def _comment(node: Node, known: Record) -> str:
+def _comment(node: Node, known: Record, note: str) -> str:
     module = known.op.partition("/")[0] if "/" in known.op and node.op != "placeholder" else ""
     where = known.where.replace("\\", "/").rpartition("/")[2]
-    parts = [part for part in (module, where, known.note) if part]
+    parts = [part for part in (module, where, note) if part]
     return f"  # {', '.join(parts)}" if parts else ""

@@ -19,11 +19,12 @@ from torch.fx import Graph, GraphModule, Interpreter
 from autopar.capture import capture
 from autopar.cost.hardware import Profile
 from autopar.dump import Dump
+from autopar.dump_lowered import backward_text, forward_text
 from autopar.layout import I, Layout, Parts
 from autopar.mesh import LogicalMesh, Mesh, factor_axes
 from autopar.outputs import output_kinds
 from autopar.passes.check import check_layouts
-from autopar.passes.lower import Partition, lower_to_graphs
+from autopar.passes.lower import Graphs, Partition, lower_to_graphs
 from autopar.passes.merge_collectives import MergeCollectives, Overlap
 from autopar.passes.normalize import Normalize
 from autopar.passes.shard import Shard
@@ -147,20 +148,27 @@ def lower(
     check_layouts(program, prepared.analysis, mesh, coordinate)
     graph = on_device(program.graph, device)
     program, eager = replace(program, graph=graph), GraphModule(nn.Module(), graph)
-    run = eager if backend == "eager" else Compiled(eager, program, recompute or {})
+    run = eager if backend == "eager" else Compiled(eager, program, recompute or {}, dump)
     return Lowered(program, run, sinks_of(prepared, decisions, mesh))
 
 
 class Compiled:
-    """A local program as lowered graphs where gradients are wanted; op by op where not."""
+    """A local program as lowered graphs where gradients are wanted; op by op where not. Dumped when first called."""
 
-    def __init__(self, eager: GraphModule, program: Program, recompute: Mapping[str, str]) -> None:
+    def __init__(
+        self, eager: GraphModule, program: Program, recompute: Mapping[str, str], dump: Dump | None = None
+    ) -> None:
         parameters = frozenset(i for i, s in enumerate(program.sources) if s.kind == "parameter")
-        self.eager = eager
+        self.eager, self.program, self.dump = eager, program, dump
         # the interpreter hands each node's record on to the traced nodes; calling the module would lose it
         self.trained, self.graphs = lower_to_graphs(
-            Interpreter(eager).run, Partition(parameters, recompute), (MergeCollectives().run, Overlap().run)
+            Interpreter(eager).run, Partition(parameters, recompute), (MergeCollectives().run, Overlap().run), self.made
         )
+
+    def made(self, graphs: Graphs) -> None:
+        if self.dump is not None:
+            for which, text in (("forward", forward_text), ("backward", backward_text)):
+                self.dump.write(f"lower_{which}", None, extra=text(graphs, self.program, self.dump.axes))
 
     def __call__(self, *values: torch.Tensor) -> Any:
         if torch.is_grad_enabled() and any(v.requires_grad for v in values):

@@ -245,11 +245,15 @@ def tensors_saved(graphs: Graphs) -> Iterator[tuple[Node, int]]:
 
 
 def lower_to_graphs(
-    run: Callable[..., Any], partition: Partition, passes: Sequence[Callable[[GraphModule], GraphModule]]
+    run: Callable[..., Any],
+    partition: Partition,
+    passes: Sequence[Callable[[GraphModule], GraphModule]],
+    told: Callable[[Graphs], None] = lambda graphs: None,
 ) -> tuple[Callable[..., Any], list[Graphs]]:
     """A function that traces, cuts and runs `run` on its first call, and the graphs it then has (a list that fills).
 
     Args:    run: the local program as a function of its flat inputs. passes: rewrite each of the two graphs.
+             told: is handed the graphs when they are made.
     """
     from functorch.compile import aot_function
 
@@ -261,6 +265,7 @@ def lower_to_graphs(
         for rewrite in passes:
             forward, backward = rewrite(forward), rewrite(backward)
         made.append(Graphs(forward, backward, graphs.saved))
+        told(made[-1])
         return forward, backward
 
     def compiled(module: GraphModule, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""passes/lower.py: forward and backward together are autograd; what is saved is what the plan says, and nothing else."""
+"""passes/lower.py: forward and backward together are autograd; what is saved is what the plan says, and no more."""
 
 from contextlib import contextmanager
 
@@ -131,7 +131,7 @@ def test_nothing_saved_is_a_tuple(recompute):
 
 
 def test_made_again_just_before_use():
-    """Each gather of the backward is waited for and read within a few nodes, so that one gathered weight lives at a time."""
+    """Whatever the backward makes again is read before any of its own work goes on: one gathered weight at a time."""
     _, _, graphs = lowered(net, "full", torch.randn(ROWS, WIDTH, dtype=torch.float64), *weights())
     order = {n: i for i, n in enumerate(graphs.backward.graph.nodes)}
     tangent = min(i for n, i in order.items() if n.op == "placeholder" and "tangents" in n.name)

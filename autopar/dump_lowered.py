@@ -1,0 +1,74 @@
+"""The lowered graphs as text: what is saved for the backward, where each node comes from, what is made again.
+
+Enters: `Graphs` and the local program they were made of. Leaves: a text for each graph, in the form of `dump`. A node
+shows the layout of the value that the user's op made; what an op is made of inside (a transposed weight) and gradients
+show none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch.fx import Node
+
+from autopar.dump import call_text, layout_text, node_text
+from autopar.passes.lower import Graphs
+from autopar.program import Program, record
+
+
+def forward_text(graphs: Graphs, program: Program, axes: Sequence[str]) -> str:
+    """The forward graph; below it what it saves, the largest first."""
+    return "\n".join(_forward(graphs, program, axes))
+
+
+def backward_text(graphs: Graphs, program: Program, axes: Sequence[str]) -> str:
+    """The backward graph; nodes of the forward that run again say so."""
+    return "\n".join(_backward(graphs, program, axes))
+
+
+def _forward(graphs: Graphs, program: Program, axes: Sequence[str]) -> Iterator[str]:
+    yield f"forward of {program.name}: {_calls(graphs.forward.graph.nodes)} calls, saves {graphs.saved_bytes:,} bytes"
+    paths = [f"{s.kind} {s.path}" for s in program.sources]
+    yield from _nodes(graphs.forward.graph.nodes, program, axes, paths)
+    where = {n.name: n for n in graphs.forward.graph.nodes}
+    for name, size_bytes in sorted(graphs.saved.items(), key=lambda item: -item[1]):
+        known = record(where[name])
+        yield f"  saves %{name}: {size_bytes:,} bytes  # {known.block}, {known.op.rpartition('/')[0] or known.op}"
+
+
+def _backward(graphs: Graphs, program: Program, axes: Sequence[str]) -> Iterator[str]:
+    yield f"backward of {program.name}: {_calls(graphs.backward.graph.nodes)} calls"
+    yield from _nodes(graphs.backward.graph.nodes, program, axes, ())
+    results = next(iter(reversed(graphs.backward.graph.nodes))).args[0]
+    assert isinstance(results, tuple)
+    for source, grad in zip(program.sources, results, strict=False):
+        if isinstance(grad, Node):
+            yield f"  gradient of {source.path}: %{grad.name}"
+
+
+def _calls(nodes: Iterator[Node]) -> int:
+    return sum(n.op == "call_function" for n in nodes)
+
+
+def _nodes(nodes: Iterator[Node], program: Program, axes: Sequence[str], paths: Sequence[str]) -> Iterator[str]:
+    made = {(record(n).op, record(n).layout, _shape(n)) for n in program.graph.nodes}
+    names, block = iter(paths), ""
+    for node in nodes:
+        known = record(node)
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            tangent = "gradient of an output" if "tangents" in node.name else "saved"
+            yield node_text(node, next(names, tangent))
+            continue
+        if known.block != block:
+            block = known.block
+            yield f"block {block or 'of no op'}:"
+        late = node.meta.get("partitioner_tag") == "is_backward"
+        shown = not late and (known.op, known.layout, _shape(node)) in made
+        again = "made again" if not late and not paths else ""
+        yield node_text(node, call_text(node), layout_text(known, axes) if shown else "", again)
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    return tuple(getattr(node.meta.get("val"), "shape", ()))
