@@ -20,6 +20,7 @@ from autopar.rules.analyse import Analysis, Op, value_of
 from autopar.rules.call import Call, is_getitem, tensor_inputs
 from autopar.rules.decisions import Decisions
 from autopar.rules.local import Local
+from autopar.rules.shapes import fake_result
 from autopar.runtime.moves import max_over, move
 
 
@@ -184,12 +185,7 @@ class _Writer:
         assert self.current is not None
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {k: v for k, v in self.current.meta.items() if k != "val"}
-        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        if target is max_over:
-            made.meta["val"] = fake_args[0]
-        else:
-            with self.mode, torch.no_grad():
-                made.meta["val"] = target(*fake_args, **fake_kwargs)
+        made.meta["val"] = args[0].meta["val"] if target is max_over else fake_result(target, args, kwargs, self.mode)
         return made
 
     def output(self, node: Node, program: Program) -> None:
