@@ -14,18 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx import Graph, GraphModule
 
 from autopar.capture import capture
+from autopar.compiled import Compiled
 from autopar.cost.hardware import Profile
 from autopar.dump import Dump
-from autopar.dump_lowered import backward_text, forward_text
 from autopar.layout import I, Layout, Parts
 from autopar.mesh import LogicalMesh, Mesh, factor_axes
 from autopar.outputs import output_kinds
 from autopar.passes.check import check_layouts
-from autopar.passes.lower import Graphs, Partition, lower_to_graphs
-from autopar.passes.merge_collectives import MergeCollectives, Overlap
 from autopar.passes.normalize import Normalize
 from autopar.passes.shard import Shard
 from autopar.plan import Plan
@@ -150,30 +148,6 @@ def lower(
     program, eager = replace(program, graph=graph), GraphModule(nn.Module(), graph)
     run = eager if backend == "eager" else Compiled(eager, program, recompute or {}, dump)
     return Lowered(program, run, sinks_of(prepared, decisions, mesh))
-
-
-class Compiled:
-    """A local program as lowered graphs where gradients are wanted; op by op where not. Dumped when first called."""
-
-    def __init__(
-        self, eager: GraphModule, program: Program, recompute: Mapping[str, str], dump: Dump | None = None
-    ) -> None:
-        parameters = frozenset(i for i, s in enumerate(program.sources) if s.kind == "parameter")
-        self.eager, self.program, self.dump = eager, program, dump
-        # the interpreter hands each node's record on to the traced nodes; calling the module would lose it
-        self.trained, self.graphs = lower_to_graphs(
-            Interpreter(eager).run, Partition(parameters, recompute), (MergeCollectives().run, Overlap().run), self.made
-        )
-
-    def made(self, graphs: Graphs) -> None:
-        if self.dump is not None:
-            for which, text in (("forward", forward_text), ("backward", backward_text)):
-                self.dump.write(f"lower_{which}", None, extra=text(graphs, self.program, self.dump.axes))
-
-    def __call__(self, *values: torch.Tensor) -> Any:
-        if torch.is_grad_enabled() and any(v.requires_grad for v in values):
-            return self.trained(*values)
-        return self.eager(*values)
 
 
 def sinks_of(prepared: Prepared, decisions: Decisions, mesh: LogicalMesh) -> dict[int, tuple[Parts, Layout, str]]:

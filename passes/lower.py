@@ -17,7 +17,7 @@ Made-again nodes stand just before their first use in the backward, so that they
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,41 +237,31 @@ def _size_bytes(node: Node) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
-def tensors_saved(graphs: Graphs) -> Iterator[tuple[Node, int]]:
-    """The saved values as placeholders of the backward graph, with their bytes; largest first."""
-    by_name = {n.name: n for n in graphs.backward.graph.nodes if n.op == "placeholder"}
-    for name, size in sorted(graphs.saved.items(), key=lambda item: -item[1]):
-        yield by_name[name], size
-
-
 def lower_to_graphs(
     run: Callable[..., Any],
     partition: Partition,
     passes: Sequence[Callable[[GraphModule], GraphModule]],
-    told: Callable[[Graphs], None] = lambda graphs: None,
-) -> tuple[Callable[..., Any], list[Graphs]]:
-    """A function that traces, cuts and runs `run` on its first call, and the graphs it then has (a list that fills).
+    told: Callable[[Graphs], None],
+) -> Callable[..., Any]:
+    """A function that traces, cuts and runs `run` on its first call.
 
     Args:    run: the local program as a function of its flat inputs. passes: rewrite each of the two graphs.
              told: is handed the graphs when they are made.
     """
     from functorch.compile import aot_function
 
-    made: list[Graphs] = []
-
     def cut(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[GraphModule, GraphModule]:
         graphs = partition.run(joint, num_fwd_outputs)
         forward, backward = graphs.forward, graphs.backward
         for rewrite in passes:
             forward, backward = rewrite(forward), rewrite(backward)
-        made.append(Graphs(forward, backward, graphs.saved))
-        told(made[-1])
+        told(Graphs(forward, backward, graphs.saved))
         return forward, backward
 
     def compiled(module: GraphModule, inputs: Any) -> Any:
         return boxed(module)
 
-    return aot_function(run, compiled, compiled, partition_fn=cut), made
+    return aot_function(run, compiled, compiled, partition_fn=cut)
 
 
 def boxed(module: GraphModule) -> Callable[[list[Any]], Any]:

@@ -1,0 +1,106 @@
+"""The local program under backend="aot": lowered to a forward and a backward graph when gradients are first wanted.
+
+Enters: the program of one rank. Leaves: a function of its flat inputs. Without gradients the program runs op by op, as
+under "eager". Refused by AOTAutograd: one warning names the op and the user's line, and the program runs op by op.
+"""
+
+from __future__ import annotations
+
+import linecache
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from autopar.capture.explain import is_user_file
+from autopar.dump import Dump
+from autopar.dump_lowered import backward_text, forward_text
+from autopar.passes.lower import Graphs, Partition, lower_to_graphs
+from autopar.passes.merge_collectives import MergeCollectives, Overlap
+from autopar.program import Program, record
+from autopar.user_function import op_text
+
+PASSES = (MergeCollectives().run, Overlap().run)
+"""What is done to each of the two graphs, in this order."""
+
+
+class Compiled:
+    """A local program as lowered graphs where gradients are wanted; op by op where not. Dumped when first called."""
+
+    def __init__(
+        self, eager: GraphModule, program: Program, recompute: Mapping[str, str], dump: Dump | None = None
+    ) -> None:
+        """recompute: level by block."""
+        self.eager, self.program, self.recompute, self.dump = eager, program, recompute, dump
+        self.graphs: list[Graphs] = []
+        self.trained: dict[tuple[bool, ...], Callable[..., Any]] = {}
+        """By which inputs take a gradient; `eager` where AOTAutograd refused."""
+
+    def __call__(self, *values: torch.Tensor) -> Any:
+        wanted = tuple(v.requires_grad for v in values)
+        if not torch.is_grad_enabled() or not any(wanted):
+            return self.eager(*values)
+        if wanted in self.trained:
+            return self.trained[wanted](*values)
+        # the interpreter hands each node's record on to the traced nodes; calling the module would lose it
+        interpreter = _Following(self.eager)
+        parameters = frozenset(i for i, s in enumerate(self.program.sources) if s.kind == "parameter")
+        made = len(self.graphs)
+        run = lower_to_graphs(interpreter.run, Partition(parameters, self.recompute), PASSES, self.told)
+        try:
+            with warnings.catch_warnings():
+                # anomaly mode, in which AOTAutograd traces, tells of a refusal in a warning of many lines
+                warnings.filterwarnings("ignore", "Error detected in")
+                results = run(*values)
+        except Exception as error:
+            if len(self.graphs) > made:  # it was lowered: the error is one of running it
+                raise
+            warnings.warn(_refusal(error, interpreter.at), stacklevel=2)
+            self.trained[wanted] = self.eager
+            return self.eager(*values)
+        self.trained[wanted] = run
+        return results
+
+    def told(self, graphs: Graphs) -> None:
+        self.graphs.append(graphs)
+        if self.dump is not None:
+            for which, text in (("forward", forward_text), ("backward", backward_text)):
+                self.dump.write(f"lower_{which}", None, extra=text(graphs, self.program, self.dump.axes))
+
+
+class _Following(Interpreter):
+    """Remembers the node it is at, or the last one when the whole forward has been run."""
+
+    at: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        self.at = n
+        return super().run_node(n)
+
+
+def _refusal(error: Exception, at: Node | None) -> str:
+    """One line: which op, where in the user's code, what AOTAutograd says."""
+    inside = [frame for frame in _frames(error) if is_user_file(frame[0]) and "/autopar/" not in frame[0]]
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if at is not None and at.op == "call_function":
+        what = f"{op_text(at)} ({record(at).where or record(at).op})"
+    elif inside:
+        file, line, name = inside[-1]
+        what = f"the backward in {name} ({file}:{line}, `{linecache.getline(file, line).strip()}`)"
+    else:
+        what = "the backward"
+    return (
+        f"backend='aot': AOTAutograd refuses {what}: {type(error).__name__}: {said:.200}; "
+        "this program runs op by op, as under backend='eager'"
+    )
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
+    """(file, line, function) of the traceback, outermost first."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        yield code.co_filename, trace.tb_lineno, code.co_qualname
+        trace = trace.tb_next
