@@ -19,6 +19,9 @@ from autopar.pins import Pins
 from autopar.rules.analyse import Analysis, Op
 from autopar.rules.refine import Factor
 
+NORMS = ("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm", "aten.mean.dim")
+"""Also the mean of squares of a norm that is written out."""
+
 
 @dataclass(frozen=True, eq=False)
 class Roles:
@@ -100,11 +103,23 @@ class Roles:
 
     def required(self, op: Op, role: str) -> frozenset[str]:
         """Options of which `op` must take one on some axis of a pinned role; empty when it need not."""
+        if role == "tp" and self.pins.sp and self.between_products(op):
+            return frozenset(f.name for f in op.factors if self.kind(op, f) == "cp")
         if not op.rule.flop or role not in {a.role for a in self.mesh.axes}:
             return frozenset()
         if role == "tp" and not (is_attention(op) or any(v in self.weights for v in op.ins)):
             return frozenset()
         return frozenset(f.name for f in op.factors if self.kind(op, f) == role)
+
+    def between_products(self, op: Op) -> bool:
+        """Is this what Megatron's sequence parallelism keeps cut: a norm, or a sum with the residual?
+
+        Known by its activation of [batch, sequence, width]; sums inside attention have a dim of heads.
+        """
+        adds = "aten.add." in str(op.node.target) and len(op.in_grads) == 2 and all(op.in_grads)
+        norms = any(word in str(op.node.target) for word in NORMS) and any(op.in_grads)
+        shaped = op.ins and len(self.analysis.parts[op.ins[0]].dims) == 3
+        return bool((adds or norms) and shaped and {self.kind(op, f) for f in op.factors} >= {"dp", "cp"})
 
 
 def is_attention(op: Op) -> bool:
