@@ -118,3 +118,12 @@ def test_running_statistics_are_not_written_by_shards() -> None:
     assert op.has_rule
     node.args = (*node.args[:3], node.args[0], node.args[0], *node.args[5:])
     assert not analyse(program).ops[node.name].has_rule
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_collectives_are_priced_by_factors_of_the_op(op: str) -> None:
+    program = program_of(CASES[op][0].fn, CASES[op][0].tensors)
+    rule = next(o.rule for o in analyse(program).ops.values() if o.rule.distributed)
+    for special in rule.distributed.values():
+        assert special.collectives
+        assert all(set(c.factors) <= rule.sizes.keys() for c in special.collectives)
