@@ -9,6 +9,7 @@ plan.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,7 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own call. Plain tensors are the global batch; the result has the model's own structure."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        self._agree(leaves, spec)
         leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
         leaves = [leaf.to(self._mesh.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         lowered = self._lowered(leaves, spec)
@@ -105,31 +107,27 @@ class ParallelModule(nn.Module):
         return local_of(value) if value is not None else program.state[path].to(self._mesh.device)
 
     def _lowered(self, leaves: list[Any], spec: Any) -> Lowered:
-        described = [
-            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x).__name__, repr(x))
-            for x in leaves
-        ]
-        key = (self.training, str(spec), tuple(described))
-        self._agree(key, leaves)
+        key = (self.training, str(spec), tuple(map(_described, leaves)))
         if key not in self._cache:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             self._cache[key] = self._lower(args, kwargs, self.training)
             self._random = self._random or draws_numbers(self._cache[key].program)
         return self._cache[key]
 
-    def _agree(self, key: Any, leaves: list[Any]) -> None:
-        """Every call: do all ranks see the same shapes? The first call: the same values, too?"""
+    def _agree(self, leaves: list[Any], spec: Any) -> None:
+        """Before anything is gathered: do all ranks see the same shapes? In the first call: the same values, too?"""
         if self._mesh.device_mesh is None:
             return
-        mine = [digest(str(key))]
+        key = (self.training, str(spec), tuple(map(_described, leaves)))
+        mine = [digest(re.sub(r" at 0x[0-9a-f]+", "", str(key)))]  # where an object lies in memory says nothing
         if self._first:
-            mine += [value_digest(x) for x in leaves if isinstance(x, torch.Tensor)]
+            mine += [value_digest(x) for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
         if not same_everywhere(digest(str(mine)), self._mesh.device):
             what = "shape, dtype, mode or value" if self._first else "shape, dtype, mode or other arguments"
             raise RuntimeMismatchError(
                 f"the inputs of this call differ between ranks in {what}; pass the same global batch on every "
-                f"rank, or each rank's own part through m.shard(batch). Here (rank {self._mesh.rank}): "
-                f"{_short(key)}"
+                f"rank, or each rank's own part, of equal size, through m.shard(batch). Here "
+                f"(rank {self._mesh.rank}): {_short(key)}"
             )
         self._first = False
 
@@ -257,6 +255,16 @@ def _find(root: nn.Module, path: str) -> torch.Tensor | None:
         return None
     found = at._parameters.get(leaf)
     return found if found is not None else at._buffers.get(leaf)
+
+
+def _described(leaf: Any) -> tuple[Any, ...]:
+    """What decides which program runs; of a DTensor its local shape, since ranks know no other before they talk."""
+    if isinstance(leaf, DTensor):
+        placements = tuple(map(str, leaf.placements))
+        return (tuple(leaf.to_local().shape), leaf.dtype, leaf.requires_grad, placements)
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return (type(leaf).__name__, repr(leaf))
 
 
 def _short(key: Any) -> str:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from autopar.errors import MeshError
 from autopar.layout import Layout, Parts
 from autopar.mesh import LogicalMesh
+from autopar.runtime import checkpoint
 from autopar.runtime.moves import AxisGroup
 
 
@@ -125,4 +126,5 @@ def expressible(layout: Layout, parts: Parts, sizes: tuple[int, ...]) -> bool:
 def _strided(dim: int, blocks: int) -> TorchPlacement:
     from torch.distributed.tensor.placement_types import _StridedShard
 
+    checkpoint.install()
     return _StridedShard(dim, split_factor=blocks)
