@@ -16,6 +16,7 @@ from functools import cached_property
 from autopar.errors import PlanError
 from autopar.mesh import LogicalMesh
 from autopar.pins import Pins
+from autopar.program import record
 from autopar.rules.analyse import Analysis, Op
 from autopar.rules.refine import Factor
 
@@ -53,12 +54,8 @@ class Roles:
         """Classes of parts that are the sequence (the batch excepted)."""
         found = set()
         for op in self.analysis.ops.values():
-            if is_attention(op):
-                found |= {
-                    self.analysis.classes.get((op.ins[i], part), -1)
-                    for i in (0, 1)
-                    for part in self._parts_of_dim(op.ins[i], -2)
-                }
+            for value, dim in _sequences(op):
+                found |= {self.analysis.classes.get((value, part), -1) for part in self._parts_of_dim(value, dim)}
         if not found:
             for source in self.analysis.program.sources:
                 if (
@@ -123,4 +120,17 @@ class Roles:
 
 
 def is_attention(op: Op) -> bool:
-    return "scaled_dot_product_attention" in str(op.node.target)
+    """The fused op, or one of the two products that it is taken apart into when it drops weights."""
+    if "scaled_dot_product_attention" in str(op.node.target):
+        return True
+    name = record(op.node).op
+    return "scaled_dot_product_attention/" in name and name.endswith((":scores", ":product"))
+
+
+def _sequences(op: Op) -> tuple[tuple[str, int], ...]:
+    """(value, dim) of queries and keys in attention."""
+    if not is_attention(op):
+        return ()
+    if "scaled_dot_product_attention" in str(op.node.target):
+        return (op.ins[0], -2), (op.ins[1], -2)
+    return (op.ins[0], -2), (op.ins[1], -1 if record(op.node).op.endswith(":scores") else -2)
