@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import PlanError
@@ -52,9 +52,28 @@ class Pins:
         """Pinned placements by role or axis name of the parameter `name`."""
         found: dict[str, str] = {}
         for pattern, placements in self.layouts:
-            if fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*"):
+            if _matches(name, pattern):
                 found.update(placements)
         return found
+
+    def for_names(self, names: Iterable[str], ties: Mapping[str, str]) -> Pins:
+        """The same pins for a model with these parameters; what is pinned under a tied name holds for the parameter.
+
+        Raises:  PlanError: a pattern fits no parameter.
+        """
+        known = {name: name for name in names}
+        known |= {alias: name for alias, name in ties.items() if name in known}
+        layouts = []
+        for pattern, placements in self.layouts:
+            fits = dict.fromkeys(canonical for name, canonical in known.items() if _matches(name, pattern))
+            if not fits:
+                raise PlanError(f'pin "{pattern}": the model has no parameter of that name, as {next(iter(known), "")}')
+            layouts += [(name, placements) for name in fits]
+        return replace(self, layouts=tuple(layouts))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*")
 
 
 def parse_pins(pin: Mapping[str, Any] | None) -> Pins:

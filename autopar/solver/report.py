@@ -239,6 +239,13 @@ def fixed_of(plan: Plan, analysis: Analysis) -> Fixed:
             f"parameter names or shapes differ from this model's ({mine['parameters']:,} parameters); plan this "
             "model again"
         )
+    parameters = [s.path for s in analysis.program.sources if s.kind == "parameter"]
+    for name in parameters:
+        if name not in plan.params:
+            raise PlanError(f'params: "{name}" is missing; plan this model again')
+    for name in plan.params:
+        if name not in parameters:
+            raise PlanError(f'params["{name}"]: the model has no such parameter')
     names = [a["name"] for a in plan.axes]
     params: dict[str, tuple[str, ...]] = {}
     for name, entry in plan.params.items():

@@ -56,6 +56,8 @@ def search(
         InfeasibleError: none fits the memory. PlanError: a pin cannot be kept.
     """
     started = time.perf_counter()
+    parameters = [s.path for s in analysis.program.sources if s.kind == "parameter"]
+    settings = replace(settings, pins=settings.pins.for_names(parameters, analysis.program.ties))
     best: Found | None = None
     refusal: Exception | None = None
     for mesh in candidates(analysis, topology, settings)[:most]:

@@ -21,6 +21,13 @@ def allowed_storage(path: str, parts: Parts, mesh: LogicalMesh, settings: Settin
     if settings.fixed is not None and path in settings.fixed.params:
         found = [x for x in every if tuple(map(parts.name, x)) == settings.fixed.params[path]]
     elif pinned:
+        axes = {a.name for a in mesh.axes} | {a.role for a in mesh.axes if a.role is not None}
+        unknown = [key for key in pinned if key not in axes]
+        if unknown:
+            raise PlanError(
+                f"pin of {path}: no axis {unknown[0]!r} on {mesh.topology}; there are {', '.join(sorted(axes))}, and "
+                f"roles whose degree is pinned, too (pin {unknown[0]}=n)"
+            )
         found = [x for x in every if _keeps(x, parts, mesh, pinned)]
     elif settings.pins.zero == 3:
         best = max(cut_over_data(x, mesh) for x in every)
