@@ -4,6 +4,7 @@ AOTAutograd traces the program of one rank, collectives included, into one joint
 value that the backward needs is saved, unless
 
     it is a view: made again from the value whose memory it shares, so that no memory is counted or kept twice;
+    it is a cheap part of one op of the user's (the scaled input in an RMS norm): made again from the op's own input;
     it is made of parameters alone (a gathered shard, a transposed weight): made again from the parameter, so a gathered
     parameter is freed after its use and gathered a second time (ZeRO-3);
     it is made of nothing (a mask, positions): made again, as are random numbers from their key, but the key is saved:
@@ -107,10 +108,21 @@ class _Cut:
             if isinstance(source, Node) and is_view(source):
                 return True
             return isinstance(source, Node) and self.made_again(source) and not self.leaves_block(node)
+        if self.inside_op(node):
+            return True
         level = self.policy.recompute.get(record(node).block, "none")
         if level == "none" or (level == "selective" and _is_product(node)):
             return False
         return not self.leaves_block(node)
+
+    def inside_op(self, node: Node) -> bool:
+        """Is this an elementwise step inside one op of the user's, read by the same op's other steps only?"""
+        users = [u for u in node.users if u not in self.late and u.op != "output"]
+        pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+        op = record(node).op
+        if not pointwise or not op or not users or node in self.results:
+            return False
+        return all(record(u).op == op for u in users)
 
     def leaves_block(self, node: Node) -> bool:
         """Is this value, or a view of it, an output or read by another block's forward? Such values are saved: without

@@ -89,7 +89,8 @@ class _Builder:
             n: block for c in repeated for block, nodes in zip(c.blocks, c.nodes, strict=True) for n in nodes
         }
         self.repeated = frozenset(self.block_of)
-        self.saved = saved_values(analysis, self.roles.weights)
+        again = frozenset(name for name, op in analysis.ops.items() if self.recomputed(op))
+        self.saved = saved_values(analysis, self.roles.weights, again, self.block_of)
         self.names: list[str] = []
         self.costs: list[NDArray[np.float64]] = []
         self.memories: list[NDArray[np.float64]] = []
@@ -173,16 +174,6 @@ class _Builder:
         level = self.settings.recompute
         return op.name in self.repeated and (level == "full" or (level == "selective" and not op.rule.flop))
 
-    def kept_count(self, producer: ValueKey, readers: Sequence[str], count: int) -> int:
-        """How many of `count` equal blocks' values live at once: those that are recomputed live one block at a time."""
-        op = self.analysis.ops.get(producer[0])
-        inside = (
-            op is not None
-            and op.name in self.repeated
-            and all(self.block_of.get(r) == self.block_of.get(op.name) for r in readers)
-        )
-        return 1 if inside and op is not None and self.recomputed(op) else count
-
     def operand(self, value: str) -> tuple[Parts, torch.dtype]:
         return self.analysis.parts[value], compute_dtype(self.analysis.dtypes[value], self.settings.precision)
 
@@ -228,7 +219,7 @@ class _Builder:
             for op, position in readers
         ]
         saved = value in self.saved
-        kept = self.kept_count(producer, [op for op, _ in readers], count)
+        kept = 1 if self.saved.get(value) else count  # what is made again lives one block at a time
         source = self.source_choice(producer)
         if source is None:  # an input or a buffer: invariant, cut for nothing
             for choice, layouts, _, _ in ends:

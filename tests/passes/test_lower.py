@@ -23,8 +23,8 @@ def _group(tmp_path):
 
 
 @contextmanager
-def block(name):
-    with annotate({"autopar": Record(op=name, block=name)}):
+def block(name, op=""):
+    with annotate({"autopar": Record(op=op, block=name)}):
         yield
 
 
@@ -120,6 +120,26 @@ def test_views_are_made_again_and_not_saved_twice():
     assert sum(tuple(n.meta["val"].shape) == (ROWS, 3 * WIDTH) for n in placed) == 1
     logsumexp_bytes = 2 * ROWS * 8
     assert graphs.saved_bytes <= ROWS * WIDTH * 8 * 5 + logsumexp_bytes, graphs.saved
+
+
+def test_cheap_steps_inside_an_op_are_made_again():
+    """An RMS norm saves its input and the statistic, not the scaled input that its weight's gradient reads."""
+
+    def normed(x, w, v):
+        with block("layers.0", "linear"):
+            x = x @ v.t()
+        with block("layers.0", "norm"):
+            x = F.rms_norm(x, (WIDTH,), w)
+        with block("layers.0", "tanh"):
+            return x.tanh().sum()
+
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    ws = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((WIDTH,), (WIDTH, WIDTH))]
+    expected = normed(x, *ws)
+    loss, grads, graphs = lowered(normed, "none", x, *ws)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, ws), rtol=1e-12, atol=1e-12)
+    assert graphs.saved_bytes <= 2 * ROWS * WIDTH * 8 + ROWS * 8, graphs.saved
 
 
 @pytest.mark.parametrize("recompute", LEVELS)
