@@ -174,12 +174,13 @@ def models(args: argparse.Namespace) -> Outcome:
     rows = []
     for name, entry in SIZES.items():
         made = build(name, batch=1, seq=1)
-        sizes = {key: getattr(entry.config, key) for key in columns[2:]}
+        sizes = {key: getattr(entry.config, key, None) for key in columns[2:]}  # a ResNet has no heads
         rows.append(
             {"name": name, "parameters": sum(p.numel() for p in made.parameters()), **sizes, "source": entry.source}
         )
         paper = entry.source.partition(";")[0].partition(",")[0]
-        table.add_row(name, count(rows[-1]["parameters"]), *map(str, sizes.values()), paper)
+        shown = ("" if size is None else str(size) for size in sizes.values())
+        table.add_row(name, count(rows[-1]["parameters"]), *shown, paper)
     return Outcome(rows, table)
 
 

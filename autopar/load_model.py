@@ -59,7 +59,7 @@ def _from_zoo(name: str, batch: int | None, seq: int | None, device: str) -> Loa
 
     try:
         if seq is None and name in models.SIZES:
-            seq = min(models.SIZES[name].config.context, MAX_SEQ[device])
+            seq = min(getattr(models.SIZES[name].config, "context", 1), MAX_SEQ[device])
         module = models.build(name, batch=8 if batch is None else batch, seq=1 if seq is None else seq, device=device)
     except ValueError as error:
         raise ModelNameError(str(error)) from None

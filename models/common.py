@@ -31,6 +31,19 @@ class Embedding(nn.Embedding):
             nn.init.normal_(self.weight, std=_STD)
 
 
+class Table(nn.Module):
+    """A learned tensor of N(0, 0.02**2) that is added or prepended as it is; on the meta device nothing is drawn."""
+
+    def __init__(self, *shape: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=_STD)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
 def example_tokens(batch: int, seq: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids and labels, each int64 [batch, seq]; the same values on every rank and in every call.
 
@@ -47,3 +60,21 @@ def example_tokens(batch: int, seq: int, vocab: int, device: torch.device) -> tu
 def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Mean cross entropy over all tokens, a scalar in the dtype of the logits; labels of -100 do not count."""
     return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+
+
+def example_images(batch: int, channels: int, side: int, classes: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Images [batch, channels, side, side] with the device and dtype of `like`, and labels int64 [batch].
+
+    The same values on every rank and in every call.
+    """
+    shape = (batch, channels, side, side)
+    if like.is_meta:
+        return like.new_empty(shape), like.new_empty(batch, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(shape, generator=generator), torch.randint(classes, (batch,), generator=generator)
+    return images.to(like), labels.to(like.device)
+
+
+def class_loss(logits_NK: Tensor, labels_N: Tensor) -> Tensor:
+    """Mean cross entropy over all images, a scalar in the dtype of the logits."""
+    return F.cross_entropy(logits_NK, labels_N)

@@ -33,7 +33,14 @@ def test_the_largest_is_built_on_meta_at_once():
     assert ids.shape == (1, 8192)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+TINY = [name for name in models.names() if name.endswith("-tiny")]
+
+
+def test_each_kind_of_model_has_a_tiny_one():
+    assert {type(models.SIZES[name].config) for name in TINY} == {type(s.config) for s in models.SIZES.values()}
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny"])
 def test_tiny_models_learn_on_the_cpu(name):
     torch.manual_seed(0)
     model = models.build(name, batch=2, seq=16, device="cpu")
@@ -48,6 +55,28 @@ def test_tiny_models_learn_on_the_cpu(name):
         losses.append(loss.item())
     assert abs(losses[0] - torch.log(torch.tensor(512.0)).item()) < 0.3  # small weights: nearly uniform guesses
     assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("name", ["vit-tiny", "resnet-tiny", "t5-tiny", "unet-tiny"])
+def test_the_other_tiny_models_learn_too(name):
+    torch.manual_seed(0)
+    model = models.build(name, batch=2, seq=16, device="cpu")
+    args, kwargs = model.example_inputs()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(8):
+        loss = model(*args, **kwargs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_models_of_images_take_any_seq():
+    (images, labels), _ = models.build("resnet50", batch=4, seq=999).example_inputs()
+    assert images.shape == (4, 3, 224, 224)
+    assert labels.shape == (4,)
 
 
 def test_dtype_and_changes_reach_the_model():
