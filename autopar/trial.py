@@ -6,6 +6,7 @@ Leaves: loss, outputs, gradients of the first step, parameters and buffers after
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar.compare import LEARNING_RATE, Tensors
+from autopar.compare import LEARNING_RATE, TINY_GRADIENT, Tensors
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -76,6 +77,8 @@ def train(module: nn.Module, inputs: Inputs, dtype: torch.dtype, loss_fn: Loss |
                     grads[path] = _whole(leaf.grad)
             first = None if loss is None else _whole(loss)
         if optimizer is not None and steps and loss is not None:
+            if not step:
+                _ignore_rounding(optimizer, grads)
             optimizer.step()
     tensors = {
         "loss": {} if first is None else {"loss": first},
@@ -86,6 +89,16 @@ def train(module: nn.Module, inputs: Inputs, dtype: torch.dtype, loss_fn: Loss |
     }
     narrow = dtype == torch.float64 and precision.narrow
     return Trained(None if first is None else float(first), tensors, random, narrow)
+
+
+def _ignore_rounding(optimizer: torch.optim.AdamW, grads: Mapping[str, torch.Tensor]) -> None:
+    """Raise Adam's epsilon to the gradients that count as zero.
+
+    Adam would make a step of their rounding errors alone: of a bias before a batch norm, or of attention's keys.
+    """
+    largest = max((float(g.abs().max()) for g in grads.values() if g.numel()), default=0.0)
+    for group in optimizer.param_groups:
+        group["eps"] = max(group["eps"], TINY_GRADIENT * largest) if math.isfinite(largest) else group["eps"]
 
 
 class _Precision(TorchFunctionMode):

@@ -156,6 +156,7 @@ REWRITES: dict[str, Callable[[Emitter], Node | tuple[Node, ...] | None]] = {
     "aten::new_ones": _new_filled(1),
     "aten::new_zeros": _new_filled(0),
     "aten::new_full": _new_filled(None),
+    "aten::new_empty": _new_filled(0),  # written over before it is read; zeros are the same on every rank
 }
 
 

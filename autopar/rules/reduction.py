@@ -98,6 +98,14 @@ def largest(call: Call) -> Rule | None:
     return pointwise(call) if len(call.inputs) == 2 else whole_dims(call)
 
 
+def histogram(call: Call) -> Rule | None:
+    """histc: counts of shards add up, when the bins do not depend on the data."""
+    if call.arg("min", 0) == call.arg("max", 0):
+        return None
+    ins, _, sizes = reduction_dims(call.in_shapes[0], range(len(call.in_shapes[0])), False)
+    return Rule((tuple(ins),), (((),),), sizes)
+
+
 def local_max(ctx: Local, x: Node, dim: int, letter: str) -> Node:
     """Largest value along `dim` of a shard, -inf where the shard is empty; no gradient."""
     stopped = ctx.emit(aten.detach.default, x)
@@ -117,6 +125,7 @@ RULES: dict[str, Callable[[Call], Rule | None]] = {
     "mean": mean,
     "nansum": counted,
     "count_nonzero": counted,
+    "histc": histogram,
     "max": largest,
     "min": largest,
     **dict.fromkeys(

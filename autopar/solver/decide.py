@@ -72,7 +72,7 @@ def degrees(
             weighted = (
                 kind == "dp"
                 or (kind == "cp" and is_attention(op))
-                or (kind == "tp" and any(v in roles.weights for v in op.ins))
+                or (kind == "tp" and any(v in roles.matrices for v in op.ins))
             )
             # an op without products still counts a little, so that a model without any has degrees too
             work[kind] += (op.rule.flop or 1e-3) if weighted else 0.0

@@ -83,6 +83,24 @@ class Roles:
                 found.update(op.outs)
         return frozenset(found)
 
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Weights, and those picked from a stack of them by integers (the experts of each token): a product with one of
+        them can be tensor parallel. What is picked from a table of rows is an embedding, and no weight.
+        """
+        found = set(self.weights)
+        for op in self.analysis.ops.values():
+            picked = [v for v in op.ins if v not in found]
+            stacks = [v for v in op.ins if v in found]
+            if stacks and all(self._integer(v) for v in picked):
+                if not picked or all(len(self.analysis.parts[v].dims) > 2 for v in stacks):
+                    found.update(op.outs)
+        return frozenset(found)
+
+    def _integer(self, value: str) -> bool:
+        dtype = self.analysis.dtypes[value]
+        return not (dtype.is_floating_point or dtype.is_complex)
+
     def kind(self, op: Op, factor: Factor) -> str:
         """What cutting this factor means: "dp", "cp" (sequence) or "tp" (anything else)."""
         number = self.analysis.factor_class(op, factor)
@@ -104,7 +122,7 @@ class Roles:
             return frozenset(f.name for f in op.factors if self.kind(op, f) == "cp")
         if not op.rule.flop or role not in {a.role for a in self.mesh.axes}:
             return frozenset()
-        if role == "tp" and not (is_attention(op) or any(v in self.weights for v in op.ins)):
+        if role == "tp" and not (is_attention(op) or any(v in self.matrices for v in op.ins)):
             return frozenset()
         return frozenset(f.name for f in op.factors if self.kind(op, f) == role)
 

@@ -35,6 +35,10 @@ CASES: dict[str, tuple[Case, ...]] = {
         *case(lambda x: torch.count_nonzero(x, 1), B),
         *case(lambda x: torch.count_nonzero(x), whole_numbers(2, 4, 5)),
     ),
+    "histc": (
+        *case(lambda x: torch.histc(x, 4, -1, 2), X.detach()),
+        *case(lambda x: torch.histc(x.double(), 4, 0, 4), whole_numbers(4, 2, 5)),
+    ),
     "max": (
         *case(lambda x: x.max(1), X),
         *case(lambda x, y: torch.max(x, y), X, real(5, seed=1)),
