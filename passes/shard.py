@@ -129,8 +129,7 @@ class _Writer:
         if target.kind == "S":
             flat[target.part] = chunk(flat[target.part], self.sizes[axis], self.shard.coordinate[axis])[1]
         shape = Parts(uncut).with_flat(flat).shape if uncut else tuple(node.meta["val"].shape)
-        with self.mode:
-            made.meta["val"] = torch.empty(shape, dtype=node.meta["val"].dtype, device=node.meta["val"].device)
+        made.meta["val"] = self.empty(shape, node.meta["val"])
         set_record(made, record(node), note=f"{self.shard.mesh.axes[axis].name}: {_text(source)} -> {_text(target)}")
         return made
 
@@ -143,8 +142,7 @@ class _Writer:
         self.mode = self.mode or value.fake_mode
         layout = self.shard.decisions.sources.get(node.name, self.invariant)
         shape = local_parts(self.shard.analysis.parts[node.name], layout, self.sizes, self.shard.coordinate).shape
-        with self.mode:
-            made.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        made.meta["val"] = self.empty(shape, value)
         self.put(node.name, layout, made)
 
     def call(self, op: Op) -> None:
@@ -187,6 +185,9 @@ class _Writer:
         made.meta = {k: v for k, v in self.current.meta.items() if k != "val"}
         made.meta["val"] = args[0].meta["val"] if target is max_over else fake_result(target, args, kwargs, self.mode)
         return made
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> Any:
+        return fake_result(torch.empty, (shape,), {"dtype": like.dtype, "device": like.device}, self.mode)
 
     def output(self, node: Node, program: Program) -> None:
         flat = []
