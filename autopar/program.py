@@ -97,7 +97,8 @@ class Program:
 
     @property
     def output(self) -> Node:
-        return next(iter(reversed(self.graph.nodes)))
+        last: Node = next(iter(reversed(self.graph.nodes)))
+        return last
 
     def source(self, node: Node) -> Source:
         return self.by_node[node.name]

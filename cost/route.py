@@ -107,7 +107,7 @@ def _uncut_bytes(parts: Parts, kinds: list[Placement], codes: Ints, axis: int, m
             if other != axis and kind.kind == "S":
                 rows = codes[:, other] == k
                 flat[rows, kind.part] = -(-flat[rows, kind.part] // logical.size)
-    return flat.prod(axis=1).astype(np.float64)
+    return np.asarray(flat.prod(axis=1), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ class Local:
 
     def same(self, target: Any = None, **changes: Any) -> Node:
         """Emit the op itself (or `target`) on local tensors, with some arguments changed by schema name."""
-        args, kwargs = self.substitute()
-        args = list(args)
+        own_args, kwargs = self.substitute()
+        args = list(own_args)
         for position, argument in enumerate(self.call.target._schema.arguments):
             if argument.name in changes:
                 value = changes.pop(argument.name)

@@ -27,7 +27,7 @@ def make_plan(
     """Everything that was decided, with what it is predicted to cost."""
     built, mesh, solution = found.built, found.mesh, found.solution
     decisions = decide(built, solution.options, sinks)
-    effective, axis_roles = degrees(analysis, decisions, mesh, built.roles)
+    effective, _ = degrees(analysis, decisions, mesh, built.roles)
     pinned = {r: n for r, n in settings.pins.degrees.items() if n > 1}
     for role, degree in pinned.items():
         if role in ("dp", "tp", "cp") and effective.to_dict()[role] < degree:
@@ -43,7 +43,7 @@ def make_plan(
             used = [decisions.strategies[op].ins[p] for op, p in users.get(source.node, [])]
             params[source.path] = {
                 "layout": [[a.name, parts.name(p)] for a, p in zip(mesh.axes, layout, strict=True) if p.kind == "S"],
-                "zero": parameter_zero(layout, used),
+                "zero": parameter_zero(layout, used, settings.pins.zero),
                 "shape": list(parts.shape),
             }
     ops = {
@@ -64,7 +64,7 @@ def make_plan(
         mesh={"shape": list(mesh.topology.shape), "device": mesh.topology.device},
         degrees=effective.to_dict(),
         axes=tuple(_axis_entry(a, built) for a in mesh.axes),
-        zero=zero_level(decisions, analysis, axis_roles),
+        zero=zero_level(decisions, analysis, settings.pins.zero),
         offload="none",
         recompute={c.name: found.recompute if len(c.blocks) > 1 else "none" for c in analysis.program.classes},
         microbatches=1,
@@ -222,9 +222,9 @@ def mesh_of(plan: Plan) -> LogicalMesh:
     left = factor_axes(topology, degrees_, parts)
     free = [a["size"] for a in plan.axes if not a.get("role")]
     levels: list[tuple[int, ...]] = []
-    for axis in (a for a in left.axes if a.role is None):
+    for open_axis in (a for a in left.axes if a.role is None):
         taken: list[int] = []
-        while math.prod(taken) < axis.size and free:
+        while math.prod(taken) < open_axis.size and free:
             taken.append(free.pop(0))
         levels.append(tuple(taken))
     return factor_axes(topology, degrees_, parts, free=levels)
