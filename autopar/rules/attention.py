@@ -51,12 +51,17 @@ def attention(call: Call) -> Rule | None:
         whole="t e f",
         sizes={"s": s, "t": t} | ({"h": key[-3], "r": query[-3] // key[-3]} if grouped else {}),
         contiguous=frozenset("s" if causal else ""),
-        filled=frozenset("hr"),
+        filled=frozenset("hr") | (_every(query) if mask is not None else frozenset()),
         local=_attention_local if causal else None,
         flop=2.0 * math.prod(query[:-2]) * pairs * (query[-1] + value[-1]),
         saves=(0, 1, 2),
         saves_output=True,
     )
+
+
+def _every(query: tuple[int, ...]) -> frozenset[str]:
+    """Queries and batch dims: without any of them torch gives a mask no gradient, for which the other ranks would wait."""
+    return frozenset({"s", *(f"e{i}" for i in range(len(query) - 2))})
 
 
 def _attention_local(ctx: Local) -> Node:

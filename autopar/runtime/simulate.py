@@ -80,11 +80,18 @@ class _SimulatedMove(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: str, target: str, uncut: Uncut, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.move = (source, target, uncut)
+        ctx.set_materialize_grads(False)
         return tuple(transfer_all(xs, source, target, uncut))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         source, target, uncut = ctx.move
+        if any(g is None for g in grads):
+            missing = [r for r, g in enumerate(grads) if g is None]
+            raise RuntimeError(
+                f"no gradient comes back to the move {source} -> {target} on ranks {missing} of its group; the other "
+                "ranks would wait for them for ever"
+            )
         return None, None, None, *transfer_all(grads, gradient_of(target), gradient_of(source), uncut)
 
 
