@@ -105,7 +105,7 @@ def transfer(x: torch.Tensor, group: AxisGroup, source: str, target: str, uncut:
     if primitive == "keep":
         return x.clone() if index == 0 else torch.zeros_like(x)
     if primitive == "all_reduce":
-        return _wait(funcol.all_reduce(x.contiguous(), "sum", group.group))
+        return _wait(funcol.all_reduce(_sendable(x.contiguous()), "sum", group.group)).to(x.dtype)
     if primitive == "slice":
         return _dims(x.reshape(sizes).narrow(to_part, *chunk(sizes[to_part], n, index)).clone(), uncut)
     local = x.reshape([chunk(s, n, index)[1] if j == part else s for j, s in enumerate(sizes)])
@@ -119,7 +119,7 @@ def transfer(x: torch.Tensor, group: AxisGroup, source: str, target: str, uncut:
         return _dims(full[: sizes[part]].movedim(0, part), uncut)
     if primitive == "reduce_scatter":
         rows = _pad(local.movedim(to_part, 0), 0, n * _step(sizes[to_part], n)).contiguous()
-        mine = _wait(_reduce_scatter(rows, "sum", 0, group.group))
+        mine = _wait(_reduce_scatter(_sendable(rows), "sum", 0, group.group)).to(x.dtype)
         return _dims(mine[: chunk(sizes[to_part], n, index)[1]].movedim(0, to_part), uncut)
     # all_to_all: my rows of `part`, all of `to_part`  ->  all rows of `part`, mine of `to_part`
     step, to_step = _step(sizes[part], n), _step(sizes[to_part], n)

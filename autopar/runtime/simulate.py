@@ -103,7 +103,7 @@ def transfer_all(xs: Sequence[torch.Tensor], source: str, target: str, uncut: Un
     shape = [int(torch.Size(dim).numel()) for dim in uncut]
 
     def total() -> torch.Tensor:
-        return torch.stack(list(xs)).sum(0)
+        return torch.stack(list(xs)).sum(0).to(xs[0].dtype)  # torch sums bools and int32 as int64
 
     def gathered() -> torch.Tensor:
         shards = [
