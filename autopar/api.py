@@ -100,13 +100,15 @@ def parallelize(
         example_args, example_kwargs: one **global** batch. May be left out when `model.example_inputs()` or a
             transformers config says how to make one.
         plan: a `Plan` or the path of one; nothing is solved then.
-        pin: decisions taken by the user: degrees (`dp`, `tp`), `zero` (0 or 3), `sp`, and parameter patterns with
+        pin: decisions taken by the user: degrees (`dp`, `tp`), `zero` (0 to 3), `sp`, and parameter patterns with
             layouts, e.g. `{"*.up_proj.weight": {"tp": "S(0)"}}`.
         memory: bytes usable per device (`"70GiB"` or an int); default: the device's, less a reserve.
         optimizer: what the memory model must hold: "adamw", "sgd", "none", or bytes a parameter.
         outputs: "auto": a model that returns a loss gives its scalars as plain tensors and its other tensors as
             DTensors, a model without one plain global
             tensors; "gather": all plain and global; "shard": all DTensors.
+        accumulate: micro-batches that the training loop adds up in a step; at ZeRO level 1 gradients are reduced in
+            every such backward, and `.grad` lacks them until then.
         batch_dims: `{input path: dim}` for inputs whose batch is not dim 0 of the first tensor input.
         strict: an op without a rule is an error instead of being kept whole.
         discover: try to find the rule of such an op by running it on small shards; the plan's notes say what was found.
@@ -116,6 +118,8 @@ def parallelize(
         rank; TypeError without an example.
     """
     topology, _ = topology_of(mesh)
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise PlanError(f"accumulate={accumulate!r}: must be an integer of at least 1")
     ensure_process_group(topology.size)
     world = connect_world(topology.size)
 
@@ -138,11 +142,12 @@ def parallelize(
 
     if topology.size == 1:
         request, prepared = begin()
-        return build_module(model, prepared, request, _plan_of(prepared, request, plan, lambda stage: None))
+        chosen = _plan_of(prepared, request, plan, lambda stage: None)
+        return build_module(model, prepared, request, chosen, accumulate)
     request, prepared = together(begin, world)
     agree(_views(prepared), world)
     data = share(lambda: _plan_of(prepared, request, plan, lambda stage: None).to_dict(), world)
-    return build_module(model, prepared, request, Plan.from_dict(data))
+    return build_module(model, prepared, request, Plan.from_dict(data), accumulate)
 
 
 def _views(prepared: Prepared) -> dict[str, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.dump import Dump
+from autopar.lifetime import gather_once
 from autopar.mesh import LogicalMesh
 from autopar.pipeline import Prepared, carry_out, lower, prepare
 from autopar.plan import Plan
@@ -26,7 +28,9 @@ from autopar.solver.decide import degrees
 from autopar.solver.report import mesh_of
 
 
-def build_module(model: nn.Module, prepared: Prepared, request: Request, chosen: Plan) -> ParallelModule:
+def build_module(
+    model: nn.Module, prepared: Prepared, request: Request, chosen: Plan, accumulate: int = 1
+) -> ParallelModule:
     logical = mesh_of(chosen)
     found, decisions = carry_out(prepared, chosen, request.profile, request.settings)
     mesh, program = connect(logical), prepared.program
@@ -40,7 +44,7 @@ def build_module(model: nn.Module, prepared: Prepared, request: Request, chosen:
     _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)
     batch_axes = tuple(a.name for a, role in zip(logical.axes, roles, strict=True) if role == "dp")
     module = ParallelModule(
-        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program)
+        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program), accumulate
     )
     return module.train(model.training)
 
@@ -112,7 +116,9 @@ class _Lowering:
     ) -> Lowered:
         """The program of this rank under the request's backend and the plan's recomputation."""
         levels = {b: self.plan.recompute.get(c.name, "none") for c in prepared.program.classes for b in c.blocks}
-        return lower(
+        zero = {name: entry["zero"] for name, entry in self.plan.params.items()}
+        decisions, lifetimes = gather_once(prepared.analysis, decisions, zero)
+        lowered = lower(
             prepared,
             decisions,
             logical,
@@ -123,6 +129,7 @@ class _Lowering:
             recompute=levels,
             dump=dump,
         )
+        return replace(lowered, lifetimes=lifetimes)
 
     def _matches(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> bool:
         """Was the first program captured from inputs like these?"""

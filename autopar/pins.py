@@ -25,7 +25,6 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "pp": (1,),
     "ep": (1,),
     "cp": (1,),
-    "zero": (0, 3),
     "schedule": (),
     "virtual_stages": (1,),
     "microbatches": (1,),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from autopar.runtime.moves import use_groups
 from autopar.runtime.parameters import as_dtensor, full_tensors, local_of, place
 from autopar.runtime.process_mesh import ProcessMesh
 from autopar.runtime.random import Draws, drawing
+from autopar.runtime.zero import Lifetime, Wholes
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,8 @@ class Lowered:
     """Called with the local values of all placeholders in order; gives the local values of all sinks."""
     sinks: Mapping[int, tuple[Parts, Layout, str]]
     """For each sink its parts, its layout, and "plain" or "shard"."""
+    lifetimes: Mapping[str, Lifetime] = field(default_factory=dict)
+    """Parameters that are gathered once a step, before the program runs."""
 
 
 Lower = Callable[[tuple[Any, ...], dict[str, Any], bool], Lowered]
@@ -67,6 +70,7 @@ class ParallelModule(nn.Module):
         shards: Mapping[str, tuple[Parts, Layout]],
         batch_axes: tuple[str, ...],
         random: bool = False,
+        accumulate: int = 1,
     ) -> None:
         """random: the program draws random numbers; its seed is rank 0's `torch.initial_seed()` of now."""
         super().__init__()
@@ -74,6 +78,7 @@ class ParallelModule(nn.Module):
         self._mesh, self._lower, self._shards, self._batch_axes = mesh, lower, shards, batch_axes
         self._cache: dict[Any, Lowered] = {}
         self._first = True
+        self._wholes = Wholes(mesh, accumulate)
         self._random = random
         self._draws = Draws(
             share(torch.initial_seed, mesh.device) if mesh.device_mesh is not None else torch.initial_seed()
@@ -95,16 +100,20 @@ class ParallelModule(nn.Module):
         lowered = self._lowered(leaves, spec)
         program = lowered.program
         inputs = iter([leaf for leaf, tensor in zip(leaves, program.in_tensors, strict=True) if tensor])
-        values = [next(inputs) if s.kind == "input" else self._local(program, s.path) for s in program.sources]
+        values = [next(inputs) if s.kind == "input" else self._local(lowered, s.path) for s in program.sources]
         with use_groups(self._mesh.groups), drawing(self._draws.next(self.training)):
             results = lowered.run(*values)
         self._update_buffers(program, results)
         outputs = [self._output(lowered, results, v) if isinstance(v, OutputRef) else v for v in program.out_values]
         return pytree.tree_unflatten(outputs, program.out_spec)
 
-    def _local(self, program: Program, path: str) -> torch.Tensor:
+    def _local(self, lowered: Lowered, path: str) -> torch.Tensor:
         value = _find(self, path)
-        return local_of(value) if value is not None else program.state[path].to(self._mesh.device)
+        if value is None:
+            return lowered.program.state[path].to(self._mesh.device)
+        if path in lowered.lifetimes:
+            return self._wholes.tensor(path, value, lowered.lifetimes[path])
+        return local_of(value)
 
     def _lowered(self, leaves: list[Any], spec: Any) -> Lowered:
         key = (self.training, str(spec), tuple(map(_described, leaves)))
@@ -168,6 +177,7 @@ class ParallelModule(nn.Module):
                     )
                     value = as_dtensor(local.clone(), parts, layout, self._mesh)
             ready[name] = value
+        self.parameters_changed()
         return super().load_state_dict(ready, strict=strict, assign=assign)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -211,15 +221,21 @@ class ParallelModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients may stay unreduced between backward passes. The eager backend reduces in each: same
-        numbers.
+        """Calls made inside need not reduce their gradients: at ZeRO level 1 those are added up whole and reduced in
+        the first backward of a call made outside, and `.grad` lacks them until then. Other levels reduce in each
+        backward. The sums are the same.
         """
-        yield
+        before, self._wholes.sync = self._wholes.sync, False
+        try:
+            yield
+        finally:
+            self._wholes.sync = before
 
     def parameters_changed(self) -> None:
-        """Say that parameters were changed outside an optimizer. The eager backend keeps no copies, so nothing is to
-        do.
+        """Say that parameters were changed otherwise than by an optimizer's step or `load_state_dict`: at ZeRO levels 1
+        and 2 gathered copies are kept, and a write through `p.data` or `torch._foreach_*` cannot be seen.
         """
+        self._wholes.drop()
 
     def manual_seed(self, seed: int) -> None:
         """Seed autopar's own randomness (dropout and the like) and count calls from 0; the same seed on every rank."""

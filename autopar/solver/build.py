@@ -274,10 +274,12 @@ class _Builder:
         return tuple(sorted({p.part for layout in layouts for p in layout if p.kind == "S"}))
 
     def moved_again(self, value: str, readers: Sequence[tuple[str, int]]) -> bool:
-        """Is the transition made again in the backward? Gathered parameters are; so is all that a block recomputes."""
-        return value in self.roles.weights or (
-            self.settings.recompute == "full" and all(op in self.repeated for op, _ in readers)
-        )
+        """Is the transition made again in the backward? Parameters are, unless they are gathered once a step; so is
+        all that a block recomputes.
+        """
+        if value in self.roles.weights:
+            return self.settings.pins.zero not in (1, 2)
+        return self.settings.recompute == "full" and all(op in self.repeated for op, _ in readers)
 
     def routes(self, value: str, used: tuple[int, ...], forwards: int = 1) -> Routes:
         parts, dtype = self.operand(value)
@@ -296,9 +298,21 @@ class _Builder:
         rows, row_of = _distinct(source_layouts)
         columns, column_of = _distinct(target_layouts)
         cost = routing.cost_s[np.ix_([routing.index[x] for x in rows], [routing.index[x] for x in columns])] * count
+        memory = None
         if producer is not None and producer[0] in self.storage_choice:
             cost = cost + self.forbidden_gathers(rows, columns)
-        self.edges.append(Edge(source, target, row_of, column_of, cost))
+            memory = self.gathered_bytes(producer[0], rows, columns) * count
+        self.edges.append(Edge(source, target, row_of, column_of, cost, memory))
+
+    def gathered_bytes(self, node: str, rows: Sequence[Layout], columns: Sequence[Layout]) -> NDArray[np.float64]:
+        """What ZeRO 1 and 2 keep for a whole step: the gathered parameter, at level 1 its whole gradient, too."""
+        copies = {1: 2, 2: 1}.get(self.settings.pins.zero or 0, 0)
+        out = np.zeros((len(rows), len(columns)))
+        for j, size_bytes in enumerate(self.saved_bytes(node, columns)):
+            for i, row in enumerate(rows):
+                if any(p.kind == "S" and q.kind != "S" for p, q in zip(row, columns[j], strict=True)):
+                    out[i, j] = copies * size_bytes
+        return out
 
     def forbidden_gathers(self, rows: Sequence[Layout], columns: Sequence[Layout]) -> NDArray[np.float64]:
         """ZeRO 0 stores parameters as they are used: no gathers on the data axes."""

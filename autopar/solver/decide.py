@@ -87,8 +87,10 @@ def degrees(
     return Degrees(dp=product["dp"], tp=product["tp"], cp=product["cp"]), tuple(axis_roles)
 
 
-def zero_level(decisions: Decisions, analysis: Analysis, axis_roles: Sequence[str]) -> int:
-    """3 when most parameter elements are stored cut on an axis where their ops do not cut them, else 0."""
+def zero_level(decisions: Decisions, analysis: Analysis, pinned: int | None) -> int:
+    """The pinned level (3 without one) when most parameter elements are stored cut on an axis where their ops do not
+    cut them, else 0.
+    """
     gathered = total = 0
     users = analysis.users
     for source in analysis.program.sources:
@@ -99,12 +101,14 @@ def zero_level(decisions: Decisions, analysis: Analysis, axis_roles: Sequence[st
         layout = decisions.sources[source.node]
         used = [decisions.strategies[op].ins[p] for op, p in users.get(source.node, [])]
         gathered += size * any(p.kind == "S" and any(u[a].kind != "S" for u in used) for a, p in enumerate(layout))
-    return 3 if total and gathered > total / 2 else 0
+    return (pinned or 3) if total and gathered > total / 2 else 0
 
 
-def parameter_zero(layout: Layout, used: Sequence[Layout]) -> int:
-    """3 for a parameter that is gathered before use, else 0."""
-    return 3 if any(p.kind == "S" and any(u[a].kind != "S" for u in used) for a, p in enumerate(layout)) else 0
+def parameter_zero(layout: Layout, used: Sequence[Layout], pinned: int | None) -> int:
+    """The pinned level (3 without one) for a parameter that is gathered before use, else 0."""
+    return (
+        (pinned or 3) if any(p.kind == "S" and any(u[a].kind != "S" for u in used) for a, p in enumerate(layout)) else 0
+    )
 
 
 def model_flop(parameters: int, layers: int, hidden: int, sequence: int, tokens: int) -> float:

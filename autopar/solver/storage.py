@@ -13,7 +13,8 @@ from autopar.solver.settings import Settings
 def allowed_storage(path: str, parts: Parts, mesh: LogicalMesh, settings: Settings) -> list[Layout]:
     """Layouts that the parameter `path` may be stored in.
 
-    ZeRO 3 cuts every parameter on the data axes as far as it can be cut; pinned layouts and those of a given plan hold.
+    ZeRO 1 to 3 cut every parameter on the data axes as far as it can be cut; pinned layouts and those of a given plan
+    hold.
     Raises:  PlanError: none is left.
     """
     every = storage_layouts(parts, mesh)
@@ -29,7 +30,7 @@ def allowed_storage(path: str, parts: Parts, mesh: LogicalMesh, settings: Settin
                 f"roles whose degree is pinned, too (pin {unknown[0]}=n)"
             )
         found = [x for x in every if _keeps(x, parts, mesh, pinned)]
-    elif settings.pins.zero == 3:
+    elif settings.pins.zero:
         best = max(cut_over_data(x, mesh) for x in every)
         found = [x for x in every if cut_over_data(x, mesh) == best]
     else:
