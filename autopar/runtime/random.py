@@ -8,8 +8,11 @@ recomputation draws the same again.
     key  = splitmix64 chained over seed, stream, salt        (Python integers; the stream is the number of the call)
     bits = hash32(low 32 bits of the index; two words of key mixed with the high bits)
 
-The hash multiplies and shifts in turn, by Knuth's golden ratio and the constants of C. Wellons' `lowbias32`
-("Prospecting for Hash Functions", 2018); its quality is tested, not proved. Nothing here is fit for cryptography.
+    x = golden index + k0 ; x ^= x >>> 16 ; x = c1 x + k1 ; x ^= x >>> 15 ; x = c2 x ; x ^= x >>> 16
+
+with Knuth's golden ratio and the constants of C. Wellons' `lowbias32` ("Prospecting for Hash Functions", 2018). The
+second word of key comes in the middle: added any later, keys that share the first give correlated numbers. Quality is
+tested, not proved; nothing here is fit for cryptography. A mask needs the upper bits only and skips the last step.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = {"cpu": 1 << 18}
-"""Elements hashed at a time, by device: on a CPU the scratch memory should stay in its cache."""
+CHUNK = 1 << 18
+"""Elements that one CPU thread hashes at a time: the scratch memory stays in its cache."""
 _CHUNK_ELSEWHERE = 1 << 26
 _MASK64 = (1 << 64) - 1
 _SECOND = 0x94D049BB133111EB
@@ -173,7 +176,7 @@ def keep(key: Tensor, box: Box, p: float, out: Tensor) -> Tensor:
     flat, threshold = out.view(-1), _threshold(p)
     if threshold is None:
         return out.fill_(False)
-    for start, stop, bits in _bits(key, box, out.device):
+    for start, stop, bits in _bits(key, box, out.device, upper=True):
         torch.ge(bits, threshold, out=flat[start:stop])
     return out
 
@@ -185,9 +188,9 @@ def dropout(key: Tensor, box: Box, p: float, x: Tensor) -> Tensor:
         return out.zero_()
     source, flat, scale = x.contiguous().view(-1), out.view(-1), 1.0 / (1.0 - p)
     factor = torch.empty(0, dtype=x.dtype, device=x.device)
-    for start, stop, bits in _bits(key, box, x.device):
+    for start, stop, bits in _bits(key, box, x.device, upper=True):
         factor = factor if len(factor) >= stop - start else factor.new_empty(stop - start)
-        here = factor[: stop - start].copy_(bits >= threshold).mul_(scale)
+        here = torch.ge(bits, threshold, out=factor[: stop - start]).mul_(scale)
         torch.mul(source[start:stop], here, out=flat[start:stop])
     return out
 
@@ -205,28 +208,41 @@ def _pairs(key: Tensor, box: Box, device: torch.device) -> Iterator[tuple[int, i
         yield start, stop, high, low
 
 
-def _bits(key: Tensor, box: Box, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-    """(start, stop, int32 of 32 random bits) for runs of local elements; the next run overwrites the tensor."""
+def _bits(key: Tensor, box: Box, device: torch.device, *, upper: bool = False) -> Iterator[tuple[int, int, Tensor]]:
+    """(start, stop, int32 of 32 random bits) for runs of local elements; the next run overwrites the tensor.
+
+    upper: only the upper half of the bits is good.
+    """
     word, at = (int(v) for v in key.tolist())
     scratch = torch.empty((2, 0), dtype=torch.int32, device=device)
-    for start, rows, columns, first, last in _runs(box, at + box.first, device):
+    for start, rows, columns, scaled, first, last in _runs(box, at + box.first, device):
         stop = start + len(rows) * len(columns)
         if scratch.shape[1] < stop - start:
             scratch = torch.empty((2, stop - start), dtype=torch.int32, device=device)
         bits, spare = scratch[0, : stop - start], scratch[1, : stop - start]
-        low = (rows.to(torch.int32)[:, None], columns.to(torch.int32))  # the low 32 bits: casts and sums wrap around
-        torch.add(*low, out=bits.view(len(rows), len(columns)))
-        hashed = _hash(bits, spare, *_words(word, first >> 32))
+
+        def hashed(
+            out: Tensor, high: int, rows: Tensor = rows, scaled: Tensor = scaled, spare: Tensor = spare
+        ) -> Tensor:
+            k0, k1 = _words(word, high)
+            torch.add(_low(rows).add_(k0)[:, None], scaled, out=out.view(len(rows), len(scaled)))
+            return _hash(out, spare, k1, upper)
+
+        found = hashed(bits, first >> 32)
         for high in range((first >> 32) + 1, (last >> 32) + 1):
-            other = _hash((low[0] + low[1]).view(-1), spare, *_words(word, high))
-            beyond = (rows[:, None] + columns).view(-1) >= high << 32
-            hashed = torch.where(beyond, other, hashed)
-        yield start, stop, hashed
+            other = hashed(torch.empty_like(bits), high)
+            found = torch.where((rows[:, None] + columns).view(-1) >= high << 32, other, found)
+        yield start, stop, found
 
 
-def _runs(box: Box, first: int, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor, int, int]]:
-    """Runs of at most a chunk of a box: (local start, row offsets, column offsets, first and last global index)."""
-    size = CHUNK.get(device.type, _CHUNK_ELSEWHERE)
+def _low(index: Tensor) -> Tensor:
+    """The golden ratio times the low 32 bits; the cast and all sums and products wrap around."""
+    return index.to(torch.int32).mul_(-0x61C8864F)
+
+
+def _runs(box: Box, first: int, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor, Tensor, int, int]]:
+    """Runs of a chunk: (local start, index of each row, offset of each column, `_low` of it, first and last index)."""
+    size = CHUNK * torch.get_num_threads() if device.type == "cpu" else _CHUNK_ELSEWHERE
     width, stride = box.sizes[-1], box.strides[-1]
     if 0 in box.sizes:
         return
@@ -235,29 +251,26 @@ def _runs(box: Box, first: int, device: torch.device) -> Iterator[tuple[int, Ten
         starts = starts[..., None] + torch.arange(outer, device=device) * step
     starts = starts.reshape(-1)
     columns = torch.arange(min(width, size), device=device) * stride
-    rows_at_once = max(1, size // width)
-    ends = (
-        starts[[*range(0, len(starts), rows_at_once)]].tolist(),
-        starts[[*range(rows_at_once - 1, len(starts), rows_at_once)]].tolist(),
-    )
-    for number, row in enumerate(range(0, len(starts), rows_at_once)):
-        rows = starts[row : row + rows_at_once]
-        low = ends[0][number]
-        high = ends[1][number] if number < len(ends[1]) else int(starts[-1])
+    scaled, at_once = _low(columns), max(1, size // width)
+    lowest = starts[::at_once].tolist()
+    highest = [*starts[at_once - 1 :: at_once].tolist(), int(starts[-1])]
+    for number, row in enumerate(range(0, len(starts), at_once)):
         for column in range(0, width, size):
-            here = columns[: min(size, width - column)]
-            moved = column * stride
-            begin = row * width + column
-            yield begin, rows + moved if moved else rows, here, low + moved, high + moved + (len(here) - 1) * stride
+            length, moved = min(size, width - column), column * stride
+            rows = starts[row : row + at_once] + moved
+            last = highest[number] + moved + (length - 1) * stride
+            yield row * width + column, rows, columns[:length], scaled[:length], lowest[number] + moved, last
 
 
-def _hash(x: Tensor, spare: Tensor, k0: int, k1: int) -> Tensor:
+def _hash(x: Tensor, spare: Tensor, k1: int, upper: bool) -> Tensor:
     """Mix int32 in place. `spare`: scratch of the same size. Shifts are logical: arithmetic ones, masked."""
-    x.bitwise_xor_(k0).mul_(-0x61C8864F)
     torch.bitwise_right_shift(x, 16, out=spare)
-    x.bitwise_xor_(spare.bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_(spare.bitwise_and_(0xFFFF))
+    torch.add(torch.tensor(k1, dtype=torch.int32), x, alpha=0x7FEB352D, out=x)
     torch.bitwise_right_shift(x, 15, out=spare)
-    x.bitwise_xor_(spare.bitwise_and_(0x1FFFF)).add_(k1).mul_(-0x7B935975)
+    x.bitwise_xor_(spare.bitwise_and_(0x1FFFF)).mul_(-0x7B935975)
+    if upper:
+        return x
     torch.bitwise_right_shift(x, 16, out=spare)
     return x.bitwise_xor_(spare.bitwise_and_(0xFFFF))
 
