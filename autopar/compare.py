@@ -107,7 +107,8 @@ def bounds_of(dtype: torch.dtype, lower: bool, single: Mapping[str, float] | Non
              single: bfloat16 and float16: the errors of one device in that dtype to the float64 result.
     """
     if dtype == torch.float64:
-        return dict.fromkeys(CATEGORIES, 1e-6 if lower else 1e-9) | {"params_after_step": 1e-4 if lower else 1e-9}
+        every: dict[str, float | None] = dict.fromkeys(CATEGORIES, 1e-6 if lower else 1e-9)
+        return every | {"params_after_step": 1e-4 if lower else 1e-9}
     if dtype == torch.float32:
         # Adam divides gradients that are rounding errors by each other: parameters are shown, not judged.
         return dict.fromkeys(CATEGORIES, 1e-5) | {"params_after_step": None}
@@ -118,8 +119,14 @@ def bounds_of(dtype: torch.dtype, lower: bool, single: Mapping[str, float] | Non
     return {c: None if c == "params_after_step" else max(ROUGH * single[c], least) for c in CATEGORIES}
 
 
-def differences(found: Tensors, expected: Tensors) -> list[Difference]:
-    """One for each tensor of either run."""
+def zero_gradients(exact: Tensors) -> frozenset[str]:
+    """Names of the gradients that count as zero in a float64 run: in float32 they are rounding errors."""
+    sizes = {name: _magnitude(t) for name, t in exact["grads"].items()}
+    return frozenset(name for name, size in sizes.items() if size < TINY_GRADIENT * max(sizes.values()))
+
+
+def differences(found: Tensors, expected: Tensors, zeros: frozenset[str] = frozenset()) -> list[Difference]:
+    """One for each tensor of either run. zeros: gradients that are measured against the model's largest one."""
     largest = max((_magnitude(t) for t in expected["grads"].values()), default=0.0)
     floor = TINY_GRADIENT * largest
     out = []
@@ -128,7 +135,8 @@ def differences(found: Tensors, expected: Tensors) -> list[Difference]:
         names = [*expected[category], *(n for n in found[category] if n not in expected[category])]
         for name in names:
             mine, theirs = found[category].get(name), expected[category].get(name)
-            out.append(_difference(category, name, mine, theirs, least))
+            scale = largest if category == "grads" and name in zeros else least
+            out.append(_difference(category, name, mine, theirs, scale))
     return out
 
 

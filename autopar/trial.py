@@ -69,7 +69,7 @@ def train(module: nn.Module, inputs: Inputs, dtype: torch.dtype, loss_fn: Loss |
                 loss, outputs = _loss_of(module(*args, **kwargs), loss_fn)
             random = any(not torch.equal(a, b) for a, b in zip(states, _generator_states(), strict=True))
         if loss is not None:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         if not step:
             grads = {n: _whole(p.grad) for n, p in named.items() if p.grad is not None}
             for path, leaf in leaves((args, kwargs), ("args", "kwargs")):
