@@ -21,7 +21,7 @@ TIERS = (
     {"errors", "layout", "mesh", "program", "plan", "schema", "plan_table", "console", "pins", "user_function"},
     {"capture", "rules", "runtime", "dump", "outputs"},
     {"cost"},
-    {"passes", "codegen"},
+    {"passes", "codegen", "compiled", "dump_lowered", "lifetime"},
     {"solver"},
     {"pipeline", "request"},
     {"assemble"},
