@@ -11,7 +11,27 @@ from dataclasses import replace
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from autopar.rules import attention, batched, contraction, conv, indexing, loss, norm, pieces, pointwise, pooling, random, recurrent, reduction, scan, scatter, shift, softmax, variance, view
+from autopar.rules import (
+    attention,
+    batched,
+    contraction,
+    conv,
+    indexing,
+    loss,
+    norm,
+    pieces,
+    pointwise,
+    pooling,
+    random,
+    recurrent,
+    reduction,
+    scan,
+    scatter,
+    shift,
+    softmax,
+    variance,
+    view,
+)
 from autopar.rules.call import Call
 from autopar.rules.dims import sums_survive
 from autopar.rules.register import has_linear_backward, register_rule, registered_rule
@@ -64,7 +84,13 @@ def rule_of(node: Node) -> Rule | None:
 def whole_rule(node: Node) -> Rule:
     """No factors: the op runs whole on every rank."""
     call = Call(node)
-    return Rule(tuple(((),) * len(s) for s in call.in_shapes), tuple(((),) * len(s) for s in call.out_shapes), {}, saves=tuple(range(len(call.inputs))), linear_backward=has_linear_backward(node))
+    return Rule(
+        tuple(((),) * len(s) for s in call.in_shapes),
+        tuple(((),) * len(s) for s in call.out_shapes),
+        {},
+        saves=tuple(range(len(call.inputs))),
+        linear_backward=has_linear_backward(node),
+    )
 
 
 __all__ = ["FAMILIES", "TABLE", "register_rule", "rule_of", "whole_rule"]

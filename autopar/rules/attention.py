@@ -60,7 +60,7 @@ def attention(call: Call) -> Rule | None:
 
 
 def _every(query: tuple[int, ...]) -> frozenset[str]:
-    """Queries and batch dims: without any of them torch gives a mask no gradient, for which the other ranks would wait."""
+    """Queries and batch dims: without them torch gives a mask no gradient, for which the other ranks would wait."""
     return frozenset({"s", *(f"e{i}" for i in range(len(query) - 2))})
 
 

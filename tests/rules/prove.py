@@ -1,7 +1,7 @@
-"""Prove a rule by running it: every strategy of every op of a small function, on simulated ranks, against the whole function.
+"""Prove a rule by running it: every strategy of every op, on simulated ranks, against the whole function.
 
-`prove(fn, *tensors, mesh="2")` captures `fn`, gives one op after another each of its strategies (its neighbours get whatever
-transitions that needs), runs all ranks in step and compares outputs and input gradients with the plain call.
+`prove(fn, *tensors, mesh="2")` captures `fn`, gives one op after another each of its strategies (its neighbours get
+whatever transitions that needs), runs all ranks in step and compares outputs and input gradients with the plain call.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ def program_of(fn: Callable, tensors: tuple[torch.Tensor, ...]) -> Program:
         set_record(node, Record(op=node.name, block="all"))
     outputs = pytree.tree_leaves(next(iter(reversed(graph.nodes))).args[0])
     spec = pytree.tree_flatten(())[1]
-    program = Program(
-        graph, sources, tuple(Sink("user") for _ in outputs), {}, {}, spec, (), (), spec, ()
-    )
+    program = Program(graph, sources, tuple(Sink("user") for _ in outputs), {}, {}, spec, (), (), spec, ())
     return Normalize().run(program)
 
 
-def run_simulated(analysis: Analysis, decisions: Decisions, mesh: LogicalMesh, tensors: tuple[torch.Tensor, ...]) -> tuple[list, list]:
-    """(outputs on rank 0, gradients of the inputs) of the program on simulated ranks; checks that outputs agree on all ranks."""
+def run_simulated(
+    analysis: Analysis, decisions: Decisions, mesh: LogicalMesh, tensors: tuple[torch.Tensor, ...]
+) -> tuple[list, list]:
+    """(outputs on rank 0, gradients of the inputs) of the program on simulated ranks; checks that outputs agree on all
+    ranks.
+    """
     program = analysis.program
     leaves: list[list[torch.Tensor]] = []
     graphs = []
@@ -154,7 +156,9 @@ def assignments(choices: dict[str, list[Strategy]]) -> Iterator[dict[str, Strate
         yield {name: options[k % len(options)] for name, options in choices.items()}
 
 
-def prove(fn: Callable, *tensors: torch.Tensor, mesh: str | tuple[int, ...] = "2", split: bool = True, tolerance: float = 1e-9) -> Proof:
+def prove(
+    fn: Callable, *tensors: torch.Tensor, mesh: str | tuple[int, ...] = "2", split: bool = True, tolerance: float = 1e-9
+) -> Proof:
     """Run every strategy; raise on the first that differs. split: at least one factor must have been cut."""
     analysis = analyse(program_of(fn, tensors))
     logical = factor_axes(Mesh(mesh), {})
@@ -171,7 +175,14 @@ def prove(fn: Callable, *tensors: torch.Tensor, mesh: str | tuple[int, ...] = "2
             for name, a, b in zip([n.name for n in analysis.program.placeholders], grads, expected_grads, strict=True):
                 assert (a is None) == (b is None) or not (a if a is not None else b).any(), f"gradient of {name}"
                 if a is not None and b is not None:
-                    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, name=name: f"gradient of {name}: {m}")
+                    torch.testing.assert_close(
+                        a,
+                        b,
+                        rtol=tolerance,
+                        atol=tolerance,
+                        equal_nan=True,
+                        msg=lambda m, name=name: f"gradient of {name}: {m}",
+                    )
         except Exception as error:
             raise AssertionError(f"{label} on mesh {mesh}: {error}") from error
         proof.strategies += 1
