@@ -120,7 +120,7 @@ def bounds_of(dtype: torch.dtype, lower: bool, single: Mapping[str, float] | Non
 
 
 def zero_gradients(exact: Tensors) -> frozenset[str]:
-    """Names of the gradients that count as zero in a float64 run: in float32 they are rounding errors."""
+    """Names of the gradients that count as zero in a float64 run: in a narrower dtype they are rounding errors."""
     sizes = {name: _magnitude(t) for name, t in exact["grads"].items()}
     return frozenset(name for name, size in sizes.items() if size < TINY_GRADIENT * max(sizes.values()))
 

@@ -79,8 +79,8 @@ def verify(
     Returns: a `Report`. "Equal" is an error of at most, in float64, 1e-9, where the loss is computed in float32 1e-6
         (parameters 1e-4); in float32 1e-5 on loss, outputs, gradients and buffers; in bfloat16, against the float64
         result, 1.5 x that of one device. The error of a tensor is its largest difference over max(its reference's
-        largest magnitude, 1e-6 x the model's largest gradient); in float32 a gradient whose true value is below that
-        is measured against the largest one.
+        largest magnitude, 1e-6 x the model's largest gradient); below float64 a gradient whose true value is below
+        that is measured against the largest one.
     Raises:  as `parallelize`.
     """
     wanted = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -125,14 +125,15 @@ def verify(
         expected = run(_seeded(parallel(alone, exact, pin=None, outputs="gather")), exact)
     m = _seeded(parallel(mesh, wanted, plan=plan, outputs=outputs, dump_dir=dump_dir))
     got = run(m, wanted)
+    truth = expected
+    if wanted == torch.float32:
+        true = _seeded(parallel(alone, torch.float64, pin=None, outputs="gather")) if alone else copy.deepcopy(base)
+        truth = train(cast(true, torch.float64), inputs, torch.float64, loss, 0)
+    zeros = frozenset() if wanted == torch.float64 else zero_gradients(truth.tensors)
     single = None
     if exact != wanted:
         rough = _seeded(parallel(alone, wanted, pin=None, outputs="gather")) if alone else copy.deepcopy(base)
-        single = max_errors(differences(run(rough, wanted).tensors, expected.tensors))
-    zeros: frozenset[str] = frozenset()
-    if wanted == torch.float32:
-        true = _seeded(parallel(alone, torch.float64, pin=None, outputs="gather")) if alone else copy.deepcopy(base)
-        zeros = zero_gradients(train(cast(true, torch.float64), inputs, torch.float64, loss, 0).tensors)
+        single = max_errors(differences(run(rough, wanted).tensors, expected.tensors, zeros))
     found = differences(got.tensors, expected.tensors, zeros)
     if topology.size > 1:
         found = _over_ranks(found)
