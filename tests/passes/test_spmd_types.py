@@ -1,13 +1,13 @@
 """Local programs under a second, independent type checker: `spmd_types.checker` in its local mode.
 
-A local program is interpreted on a fake process group. Parameters and inputs get the types of their layouts (S is its V,
-"varying"), each `move` runs as the checker's own collective of that row of the table, and every other node as the torch
+A local program is interpreted on a fake process group. Parameters and inputs get the types of their layouts (S is its
+V, "varying"), each `move` runs as the checker's own collective of that row of the table, every other node as the torch
 function of its ATen op, which the checker types. What it derives must be what our layouts say, axis by axis, and a
 program from which a move is taken away must be refused.
 
 What the checker can't see: S(0) and S(1) are both V, so a softmax over a sharded dim passes (`test_check.py` refuses
-that), and so is the result of a contraction over shards, which we retype V to P (`SUMS`) where our layout says so. Values
-that carry no gradient are neither its I nor its R to us; they take the type of the op's other operands.
+that), and so is the result of a contraction over shards, which we retype V to P (`SUMS`) where our layout says so.
+Values that carry no gradient are neither its I nor its R to us; they take the type of the op's other operands.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ TORCH: dict[Any, Callable[..., Any]] = {
     aten.arange.default: lambda end, **_: torch.arange(end),
     aten.arange.start: lambda start, end, **_: torch.arange(start, end),
 }
-"""The checker types torch functions; to it an ATen overload is an unknown function of which only R, I and V are known."""
+"""The checker types torch functions; an ATen overload is an unknown function to it, in which P is refused."""
 
 SUMS = (
     aten.linear.default,
