@@ -61,12 +61,18 @@ def _work(work: tuple[int, int, argparse.Namespace]) -> Counts:
         step=step,
         found=lambda subject, plan, mismatch: _show(shrink(subject, plan, mismatch, options.shrink_seconds), options),
         most_failures=options.failures,
+        progress=_tell,
     )
     for index, _, recipe, plan, mismatch in counts.failures:
         if plan is None:
             _show(Failure(recipe, None, mismatch), options)
         print(f"model {index}: {mismatch}", flush=True)
     return counts
+
+
+def _tell(counts: Counts) -> None:
+    if counts.models % 25 == 0:
+        print(f"{counts.models} models, {counts.pairs} pairs, {counts.seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def _show(failure: Failure, options: argparse.Namespace) -> None:

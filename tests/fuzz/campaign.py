@@ -116,6 +116,7 @@ def run(
     step: int = 1,
     found: Callable[[Subject, FuzzPlan, Mismatch], None] | None = None,
     most_failures: int = 10,
+    progress: Callable[[Counts], None] = lambda counts: None,
 ) -> Counts:
     """Fuzz until `seconds` or `pairs` are reached. first, step: only every step-th model, for several processes."""
     counts, start = Counts(), time.monotonic()
@@ -133,6 +134,7 @@ def run(
                 counts.failures.append((index, -1, subject.recipe, None, what))  # type: ignore[attr-defined]
                 continue
             counts.models += 1
+            progress(counts)
             for k in range(plans):
                 counts.seconds = time.monotonic() - start
                 if counts.pairs >= pairs or counts.seconds >= seconds or len(counts.failures) >= most_failures:
