@@ -23,13 +23,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 CHUNK = 1 << 18
-"""Elements that one CPU thread hashes at a time: the scratch memory stays in its cache."""
+"""Elements hashed at a time on a CPU: the scratch memory stays in its cache."""
 _CHUNK_ELSEWHERE = 1 << 26
 _MASK64 = (1 << 64) - 1
+_GOLDEN, _C1, _C2 = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 _SECOND = 0x94D049BB133111EB
 """Turns a key into that of the second word of an element."""
 
@@ -177,7 +179,10 @@ def keep(key: Tensor, box: Box, p: float, out: Tensor) -> Tensor:
     if threshold is None:
         return out.fill_(False)
     for start, stop, bits in _bits(key, box, out.device, upper=True):
-        torch.ge(bits, threshold, out=flat[start:stop])
+        if out.device.type == "cpu":
+            np.greater_equal(bits.numpy(), threshold, out=flat[start:stop].numpy())
+        else:
+            torch.ge(bits, threshold, out=flat[start:stop])
     return out
 
 
@@ -186,12 +191,15 @@ def dropout(key: Tensor, box: Box, p: float, x: Tensor) -> Tensor:
     out, threshold = torch.empty(x.shape, dtype=x.dtype, device=x.device), _threshold(p)
     if threshold is None:
         return out.zero_()
-    source, flat, scale = x.contiguous().view(-1), out.view(-1), 1.0 / (1.0 - p)
-    factor = torch.empty(0, dtype=x.dtype, device=x.device)
+    source, flat, scale = x.detach().contiguous().view(-1), out.view(-1), 1.0 / (1.0 - p)
+    by_numpy = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     for start, stop, bits in _bits(key, box, x.device, upper=True):
-        factor = factor if len(factor) >= stop - start else factor.new_empty(stop - start)
-        here = torch.ge(bits, threshold, out=factor[: stop - start]).mul_(scale)
-        torch.mul(source[start:stop], here, out=flat[start:stop])
+        here, there = source[start:stop], flat[start:stop]
+        if by_numpy:
+            np.multiply(here.numpy(), np.greater_equal(bits.numpy(), threshold), out=there.numpy())
+            np.multiply(there.numpy(), scale, out=there.numpy())
+        else:
+            torch.mul(here, torch.ge(bits, threshold, out=torch.empty_like(here)).mul_(scale), out=there)
     return out
 
 
@@ -225,7 +233,11 @@ def _bits(key: Tensor, box: Box, device: torch.device, *, upper: bool = False) -
             out: Tensor, high: int, rows: Tensor = rows, scaled: Tensor = scaled, spare: Tensor = spare
         ) -> Tensor:
             k0, k1 = _words(word, high)
-            torch.add(_low(rows).add_(k0)[:, None], scaled, out=out.view(len(rows), len(scaled)))
+            sums = out.view(len(rows), len(scaled))
+            if out.device.type == "cpu":
+                np.add(_low(rows).add_(k0).numpy()[:, None], scaled.numpy(), out=sums.numpy())
+            else:
+                torch.add(_low(rows).add_(k0)[:, None], scaled, out=sums)
             return _hash(out, spare, k1, upper)
 
         found = hashed(bits, first >> 32)
@@ -237,12 +249,12 @@ def _bits(key: Tensor, box: Box, device: torch.device, *, upper: bool = False) -
 
 def _low(index: Tensor) -> Tensor:
     """The golden ratio times the low 32 bits; the cast and all sums and products wrap around."""
-    return index.to(torch.int32).mul_(-0x61C8864F)
+    return index.to(torch.int32).mul_(_signed(_GOLDEN, 32))
 
 
 def _runs(box: Box, first: int, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor, Tensor, int, int]]:
     """Runs of a chunk: (local start, index of each row, offset of each column, `_low` of it, first and last index)."""
-    size = CHUNK * torch.get_num_threads() if device.type == "cpu" else _CHUNK_ELSEWHERE
+    size = CHUNK if device.type == "cpu" else _CHUNK_ELSEWHERE
     width, stride = box.sizes[-1], box.strides[-1]
     if 0 in box.sizes:
         return
@@ -263,16 +275,33 @@ def _runs(box: Box, first: int, device: torch.device) -> Iterator[tuple[int, Ten
 
 
 def _hash(x: Tensor, spare: Tensor, k1: int, upper: bool) -> Tensor:
-    """Mix int32 in place. `spare`: scratch of the same size. Shifts are logical: arithmetic ones, masked."""
+    """Mix int32 in place. `spare`: scratch of the same size. Shifts are logical; torch has arithmetic ones, to be masked."""
+    return (_hash_by_numpy if x.device.type == "cpu" else _hash_by_torch)(x, spare, k1, upper)
+
+
+def _hash_by_torch(x: Tensor, spare: Tensor, k1: int, upper: bool) -> Tensor:
     torch.bitwise_right_shift(x, 16, out=spare)
     x.bitwise_xor_(spare.bitwise_and_(0xFFFF))
-    torch.add(torch.tensor(k1, dtype=torch.int32), x, alpha=0x7FEB352D, out=x)
+    torch.add(torch.tensor(k1, dtype=torch.int32), x, alpha=_C1, out=x)
     torch.bitwise_right_shift(x, 15, out=spare)
-    x.bitwise_xor_(spare.bitwise_and_(0x1FFFF)).mul_(-0x7B935975)
+    x.bitwise_xor_(spare.bitwise_and_(0x1FFFF)).mul_(_signed(_C2, 32))
     if upper:
         return x
     torch.bitwise_right_shift(x, 16, out=spare)
     return x.bitwise_xor_(spare.bitwise_and_(0xFFFF))
+
+
+def _hash_by_numpy(x: Tensor, spare: Tensor, k1: int, upper: bool) -> Tensor:
+    """numpy starts no threads, which would meet at a barrier after each step."""
+    a, b = x.numpy().view(np.uint32), spare.numpy().view(np.uint32)
+    a ^= np.right_shift(a, 16, out=b)
+    a *= np.uint32(_C1)
+    a += np.uint32(k1 & 0xFFFFFFFF)
+    a ^= np.right_shift(a, 15, out=b)
+    a *= np.uint32(_C2)
+    if not upper:
+        a ^= np.right_shift(a, 16, out=b)
+    return x
 
 
 def _words(key: int, high: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ Keys are fixed, so the statistical tests always see the same numbers; bounds are
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -204,3 +205,18 @@ def test_calls_are_counted_by_mode_and_kept_in_a_tensor() -> None:
     assert other.next(True) == draws.next(True)
     without_evaluation = Draws(2**64 - 3)
     assert [without_evaluation.next(True).stream for _ in range(3)] == [streams[i] for i in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("upper", [False, True])
+def test_numpy_and_torch_hash_alike(upper: bool) -> None:
+    """Both are the formula in plain integers; the one runs on CPUs, the other elsewhere."""
+    x = torch.tensor([0, 1, 2**31 - 1, -(2**31), -1, 123456789], dtype=torch.int32)
+    for k1, by in itertools.product((0, -5, 2**31 - 1), (random._hash_by_numpy, random._hash_by_torch)):
+        found = by(x.clone(), torch.empty_like(x), k1, upper).tolist()
+        for value, bits in zip(x.tolist(), found, strict=True):
+            y = value & 0xFFFFFFFF
+            y ^= y >> 16
+            y = (y * 0x7FEB352D + k1) & 0xFFFFFFFF
+            y ^= y >> 15
+            y = y * 0x846CA68B & 0xFFFFFFFF
+            assert bits & 0xFFFFFFFF == (y if upper else y ^ y >> 16)
