@@ -275,7 +275,7 @@ def _runs(box: Box, first: int, device: torch.device) -> Iterator[tuple[int, Ten
 
 
 def _hash(x: Tensor, spare: Tensor, k1: int, upper: bool) -> Tensor:
-    """Mix int32 in place. `spare`: scratch of the same size. Shifts are logical; torch has arithmetic ones, to be masked."""
+    """Mix int32 in place. `spare`: scratch of the same size. Shifts are logical: torch's arithmetic ones get masked."""
     return (_hash_by_numpy if x.device.type == "cpu" else _hash_by_torch)(x, spare, k1, upper)
 
 

@@ -1,4 +1,4 @@
-"""Dropout by key against torch's own: `python tests/bench/dropout.py [--threads 2] [--millions 10] [--runs 15] [--cpu-time]`.
+"""Dropout by key against torch's own: `python tests/bench/dropout.py [--threads N] [--runs 15] [--cpu-time]`.
 
 Both take turns in one process; printed are medians in milliseconds for forward, and for forward and backward. On a busy
 machine the time of the processor says more than that of the clock.
