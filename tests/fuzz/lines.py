@@ -85,7 +85,7 @@ LINES: dict[str, str] = {
         {x}.cumsum({d}) | (1 + 0.1 * {x}.tanh()).cumprod({d}) | {x}.cummax({d})[0] | {x}.sort({d})[0]
         {x}.topk({k2}, {d})[0] | {x}.gather({d}, {x}.argsort({d})) | {x}.logcumsumexp({d}) | {x}.diff(dim={d})
         {x}.sort({d}, descending=True)[0] | {x}.gather({d}, {x}.topk({k2}, {d})[1]) | torch.cummin({x}, {d}).values
-        torch.bucketize({x}, torch.arange(3.0)) * {x}
+        torch.bucketize({x}, torch.arange(3.0) - 0.77) * {x}
     """,
     "scatter": """
         {x}.index_add({d}, {i}, {y}) | {x}.scatter_add({d}, {x}.argsort({d}), {y}) | {x}.index_fill({d}, {i}, 0.5)

@@ -199,7 +199,7 @@ def _compare(
 ) -> Mismatch | None:
     worst: Mismatch | None = None
     parts, expected = subject.analysis.parts, subject.expected
-    floor = 1e-6 * expected.largest_gradient
+    floor = max(1e-6 * expected.largest_gradient, 1e-12)
 
     def note(
         what: str, mine: Tensor | None, full: Tensor | None, value: str, layout: Layout, at: Any, least: float
