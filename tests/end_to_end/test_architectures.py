@@ -33,9 +33,13 @@ HALF = [[name, "train", "bfloat16", "2", options] for name in ARCHITECTURES for 
 FOUR_OF = ("mixtral", "deepseek-v3", "t5", "resnet", "mamba2", "clip", "qwen3", "zoo-moe", "zoo-unet")
 FOUR = [[name, "train", "float64", "2x2", BOTH] for name in FOUR_OF]
 
-UNDIVIDED: dict[str, float] = {}
-"""Share of the parameters that tensor parallelism leaves whole, where it is more than 0.2 of small models like these:
-tables of positions, norms, biases after a sum."""
+WHOLE = 0.2
+"""Share of the parameters of small models like these that tensor parallelism may leave whole: tables of positions,
+norms, biases after a sum."""
+
+MORE_WORK = {"zoo-moe": 0.1}
+"""Share of the operations done twice under tensor parallelism, where it is above 0.04: products of activations alone,
+such as those that send tokens to slots."""
 
 
 def run(cases, world, timeout_s):
@@ -75,9 +79,9 @@ def _undivided(name, options, result):
     if any(degrees[role] != pin[role] for role in pin):
         yield f"degrees {degrees}"
     ways = math.prod(pin.values())
-    if pin and result["work"] > 1.04 / ways:
+    if pin and result["work"] > (1 + MORE_WORK.get(name, 0.04)) / ways:
         yield f"does {result['work']:.3f} of the operations"
-    held = 1 / pin["tp"] + UNDIVIDED.get(name, 0.2) if "tp" in pin else 1.0
+    held = 1 / pin["tp"] + WHOLE if "tp" in pin else 1.0
     if pin and not 1 / ways <= result["share"] <= held:
         yield f"holds {result['share']:.3f} of the parameters"
     if options == TIGHT and result["work"] > 0.9 and result["share"] > 0.9:
