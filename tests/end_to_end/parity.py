@@ -4,6 +4,7 @@ import functools
 import re
 
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
@@ -18,10 +19,16 @@ def run_cases(payload):
 
 
 def _case(model, mesh, options):
-    reference = _reference(model)
+    reference, options = _reference(model), dict(options)
+    args, kwargs = inputs(model)
+    example = {"example_args": args, "example_kwargs": kwargs}
+    if "memory_share" in options:  # of what the best plan would take, so that another one must be found
+        best = autopar.plan(build(model), autopar.Mesh(mesh), **example)
+        memory = [int(options.pop("memory_share") * best.predicted["peak_memory_bytes"][0])]
+        dist.broadcast_object_list(memory)  # how far a search goes depends on the time it takes
+        options["memory"] = memory[0]
     try:
-        args, kwargs = inputs(model)
-        m = autopar.parallelize(build(model), autopar.Mesh(mesh), example_args=args, example_kwargs=kwargs, **options)
+        m = autopar.parallelize(build(model), autopar.Mesh(mesh), **example, **options)
         found = _train(m, model)
     except autopar.AutoparError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
