@@ -23,8 +23,9 @@ from autopar.solver.settings import Settings
 
 GAP = 1e-3
 """Relative gap at which the solver may stop."""
-SEARCH_S = 6.0
-"""Seconds that factorings after the first may take together, by estimate."""
+WORK = 25_000.0
+"""Options that all factorings may have together, by estimate; the first is tried however many it has. Counted, not
+timed, so that a busy machine finds the same plan."""
 GROWTH = 7.0
 """An axis more makes a problem about this many times as large: the options of an op on one axis."""
 
@@ -55,21 +56,20 @@ def search(
     Raises:
         InfeasibleError: none fits the memory. PlanError: a pin cannot be kept.
     """
-    started = time.perf_counter()
+    spent = 0.0
     parameters = [s.path for s in analysis.program.sources if s.kind == "parameter"]
     settings = replace(settings, pins=settings.pins.for_names(parameters, analysis.program.ties))
     best: Found | None = None
     refusal: Exception | None = None
     for mesh in candidates(analysis, topology, settings)[:most]:
-        if best is not None:
-            growth = GROWTH ** (len(mesh.axes) - len(best.mesh.axes))
-            if time.perf_counter() - started + (best.price_s + best.solve_s) * growth > SEARCH_S:
-                continue
+        if best is not None and spent + len(best.built.op_choice) * GROWTH ** len(mesh.axes) > WORK:
+            continue
         try:
             found = _recomputing(analysis, mesh, profile, settings, sinks, levels, time_limit_s)
         except (InfeasibleError, PlanError) as error:
             refusal = refusal or error
             continue
+        spent += len(found.built.op_choice) * GROWTH ** len(mesh.axes)
         if best is None or found.solution.objective_s < best.solution.objective_s * (1 - GAP):
             best = found
     if best is None:

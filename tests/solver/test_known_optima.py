@@ -24,7 +24,7 @@ NODES = autopar.Mesh("2x8", device="h100-sxm")
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch):
     """How many factorings of the mesh are tried must not depend on how busy this machine is."""
-    monkeypatch.setattr(search, "SEARCH_S", math.inf)
+    monkeypatch.setattr(search, "WORK", math.inf)
 
 
 class Block(nn.Module):
