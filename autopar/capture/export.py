@@ -9,7 +9,8 @@ operators.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import copy
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -83,8 +84,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back whatever a traced forward assigns on the model, and torch's random state."""
-    saved = [(m, dict(m.__dict__), [(d, dict(d)) for d in _tables(m)]) for m in model.modules()]
+    """Put back whatever a traced forward assigns on the model or adds to its tables, and torch's random state.
+
+    Tables are parameters, buffers and modules, hooks (transformers adds some in a first call), and the user's own.
+    """
+    saved = [(m, dict(m.__dict__), [(t, copy.copy(t)) for t in _tables(m)]) for m in model.modules()]
     random_state = torch.get_rng_state()
     try:
         yield
@@ -95,11 +99,15 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
             for table, content in tables:
                 table.clear()
-                table.update(content)
+                if isinstance(table, list):
+                    table.extend(content)
+                else:
+                    table.update(content)
 
 
-def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return module._parameters, module._buffers, module._modules
+def _tables(module: nn.Module) -> list[Any]:
+    """The containers that the module holds by itself."""
+    return [value for value in vars(module).values() if type(value) in (dict, OrderedDict, set, list)]
 
 
 @contextlib.contextmanager

@@ -232,6 +232,31 @@ def test_model_and_random_state_are_unchanged():
     assert {s.path for s in program.sinks if s.kind == "buffer"} == {n for n, _ in model.named_buffers()}
 
 
+def test_what_a_first_call_installs_is_installed_once():
+    class Watched(nn.Module):
+        """Collects what its layer gives through a hook that the first call adds, as transformers does."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer, self.ready, self.seen, self.names = nn.Linear(3, 3), False, {}, []
+
+        def forward(self, x):
+            if not self.ready:
+                self.layer.register_forward_hook(lambda module, args, out: self.names.append("layer"))
+                self.ready = True
+            self.names.clear()
+            self.seen["out"] = self.layer(x)
+            return self.seen["out"] * len(self.names)
+
+    model, x = Watched(), torch.ones(2, 3)
+    model.names.append("mine")
+    for _ in range(2):
+        program = capture(model, (x,), {})
+        assert (len(model.layer._forward_hooks), model.ready, model.seen, model.names) == (0, False, {}, ["mine"])
+    torch.testing.assert_close(call_program(program, (x,), {}), model(x))
+    assert len(model.layer._forward_hooks) == 1
+
+
 def test_modes_are_captured_as_they_are():
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     x = torch.ones(2, 3)
