@@ -18,7 +18,19 @@ import autopar.passes
 ROOT = Path(autopar.__file__).parent.parent
 
 TIERS = (
-    {"errors", "layout", "mesh", "program", "plan", "schema", "plan_table", "console", "pins", "user_function"},
+    {
+        "errors",
+        "layout",
+        "mesh",
+        "program",
+        "plan",
+        "schema",
+        "plan_table",
+        "console",
+        "pins",
+        "user_function",
+        "schedule",
+    },
     {"capture", "rules", "runtime", "dump", "outputs"},
     {"cost"},
     {"passes", "codegen", "compiled", "dump_lowered", "lifetime"},
@@ -36,7 +48,7 @@ import all.
 def modules() -> list[tuple[str, Path]]:
     """(name below autopar, file) of every module; the linked folders by their own name."""
     files = [*(ROOT / "autopar").glob("*.py")]
-    for folder in ("capture", "rules", "runtime", "solver"):
+    for folder in ("capture", "rules", "runtime", "schedule", "solver"):
         files += (ROOT / "autopar" / folder).glob("*.py")
     for folder in ("passes", "cost", "codegen", "models"):
         files += (ROOT / folder).glob("*.py")

@@ -51,6 +51,12 @@ def writes(node: Node) -> bool:
     return target._schema.is_mutable or _tracked_norm(node)
 
 
+def _plain_arguments(target: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    """(name, type) of the arguments that are not written."""
+    every = target._schema.arguments
+    return [(a.name, str(a.type)) for a in every if a.alias_info is None or not a.alias_info.is_write]
+
+
 def _tracked_norm(node: Node) -> bool:
     """Batch or instance norm that updates running statistics (arguments x, weight, bias, mean, var, training, ...)."""
     return node.target in (aten.batch_norm.default, aten.instance_norm.default) and bool(
@@ -143,7 +149,8 @@ class _Rewriter:
         if _tracked_norm(node):
             self._norm_statistics(node)
         elif writes(node):
-            target = self.original[node][0][0]
+            args, kwargs = self.original[node]
+            target = kwargs["out"] if "out" in kwargs else args[0]
             self.write(target, self._functional(node))
             self.written[node] = target
         if node in self.storage:
@@ -224,6 +231,8 @@ class _Rewriter:
         """The value that an in-place call writes, as a call of its functional twin; of the target's dtype and shape."""
         schema, overload = node.target._schema, node.target._overloadname
         name = schema.name.split("::")[-1]
+        if "out" in node.kwargs:
+            return self._without_out(node)
         written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         old, like = node.args[0], node.meta["val"]
         if name == "zero_":
@@ -238,6 +247,17 @@ class _Rewriter:
         if written != [0] or twin is None or name in _REFUSED or not schema.name.startswith("aten::"):
             raise refuse(node, f"the in-place operator {name}", _REMEDY)
         return self._fit(self.emit(twin, *node.args, **node.kwargs), like)
+
+    def _without_out(self, node: Node) -> Node:
+        """`f(x, out=y)`: the overload of f with the same other arguments."""
+        wanted = _plain_arguments(node.target)
+        packet = node.target.overloadpacket
+        twins = [t for t in (getattr(packet, o) for o in packet.overloads()) if not t._schema.is_mutable]
+        twin = next((t for t in twins if _plain_arguments(t) == wanted), None)
+        if twin is None:
+            raise refuse(node, f"out= of {node.target}", _REMEDY)
+        new = self.emit(twin, *node.args, **{k: v for k, v in node.kwargs.items() if k != "out"})
+        return self._fit(new, node.meta["val"])
 
     def _fit(self, new: Node, like: Tensor) -> Node:
         if new.meta["val"].shape != like.shape:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import CaptureError
 from autopar.user_function import call_of, enrol
@@ -37,6 +38,8 @@ class UserFunctionError(CaptureError):
 def intercepted(cls: Any, args: Any, kwargs: Any) -> Any:
     """What `apply` does meanwhile."""
     global _inside
+    if cls is CheckpointFunction:
+        return _checkpointed(*args)
     if _inside or cls.__module__.partition(".")[0] == "torch" or not _tensors((args, kwargs)):
         return _ORIGINAL(cls, *args, **kwargs)
     tensors, number = enrol(cls, args, kwargs)
@@ -50,6 +53,12 @@ def intercepted(cls: Any, args: Any, kwargs: Any) -> Any:
         # What the Function marked as not differentiable: the graph must know, and only a detach says it.
         results = [r if r.requires_grad or not r.dtype.is_floating_point else r.detach() for r in results]
     return call_of(number).result(results)
+
+
+def _checkpointed(run: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """torch's reentrant checkpoint runs its forward without gradients; ours is traced, and recomputed as planned."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args))):
+        return run(*args)
 
 
 class _Watch(TorchDispatchMode):
