@@ -40,6 +40,11 @@ ADVICE: tuple[tuple[str, str, str], ...] = (
         "set momentum to a number",
     ),
     (
+        r"^(LSTM|GRU|RNN) .*failed to unpack",
+        "the shape of a packed sequence depends on its lengths",
+        "run the layer on the padded batch and mask what it returns",
+    ),
+    (
         _DATA,
         "the value of a tensor decides what runs next (.item(), int(), float(), or `if` on a tensor)",
         "choose with torch.where or multiply by a mask, or compute the number outside the model and pass it in",

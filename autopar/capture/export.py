@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, Node
@@ -41,7 +42,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     """
     copied_args, copied_kwargs = separate(model, args, kwargs)
     try:
-        with unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), torch.enable_grad():
+        with (
+            unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), values_unchecked(),
+            torch.enable_grad(),
+        ):  # fmt: skip
             exported = torch.export.export(model, copied_args, copied_kwargs, strict=False)
     except Exception as error:
         raise explain(error, model) from error
@@ -127,6 +131,17 @@ def caches_off(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for config, value in before:
             config.use_cache = value
+
+
+@contextlib.contextmanager
+def values_unchecked() -> Iterator[None]:
+    """Turn off the argument checks of torch's distributions: they read values, which a traced tensor does not have."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _refuse_data_dependence(graph: Graph) -> None:

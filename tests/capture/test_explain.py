@@ -52,6 +52,15 @@ def wrong_shape(x):
     return x @ x
 
 
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, x, lengths):
+        return self.lstm(nn.utils.rnn.pack_padded_sequence(x, lengths))[1][0]
+
+
 def message(model, *args, **kwargs):
     with pytest.raises(CaptureError) as error:
         capture(model, args or (torch.ones(3, 4),), kwargs)
@@ -141,3 +150,10 @@ def test_batch_norm_without_momentum_names_the_module():
 def test_example_that_does_not_fit():
     assert "example_args" in message(Outer(branch), torch.ones(3, 4), 1)
     assert "example_args" in message(Outer(branch), nonsense=1)
+
+
+def test_packed_sequences_are_told_apart_from_other_data_dependence():
+    text = message(Packed(), torch.ones(3, 2, 4), torch.tensor([3, 2]))
+    assert text.startswith("lstm (LSTM, ")
+    assert f"{__file__}:{Packed.forward.__code__.co_firstlineno + 1}" in text
+    assert "padded batch" in text

@@ -138,10 +138,19 @@ def buffer_written_through_view(self, x):
     return y * self.seen
 
 
+def buffer_written_as_out(self, x):
+    y = self.linear(x)
+    with torch.no_grad():
+        torch.div(y.mean(0), 2, out=self.seen)
+        self.seen.copy_(F.normalize(self.seen, dim=0, out=self.seen))
+        total = torch.add(x[0], x[1], alpha=3, out=torch.empty(4, dtype=x.dtype))
+    return y * self.seen + total
+
+
 BODIES = [
     relu_in_place, write_to_base_seen_through_view, write_through_view_seen_in_base, write_to_chunk,
     write_through_permute, fill_fresh, masked_and_indexed, keeps_dtype, write_to_input, buffer_by_name,
-    buffer_in_place_under_no_grad, buffer_written_through_view,
+    buffer_in_place_under_no_grad, buffer_written_through_view, buffer_written_as_out,
 ]  # fmt: skip
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import call_program, capture
 from autopar.errors import CaptureError
@@ -159,6 +161,32 @@ def test_values_and_gradients_are_the_modules_own(body):
             assert state[name].grad is None or not state[name].grad.any()
         else:
             assert torch.equal(parameter.grad, state[name].grad)
+
+
+@pytest.mark.parametrize("from_input", [False, True])
+def test_reentrant_checkpoint_keeps_the_gradients_that_torch_gives(from_input):
+    """Of what no input of the checkpoint needs a gradient for, torch gives none."""
+
+    def body(net, h):
+        def inside(x):
+            return torch.tanh(x) * net.w
+
+        return checkpoint(inside, h.detach() if from_input else h, use_reentrant=True) + h
+
+    model, x = Net(body), torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    program = capture(model, (x,), {})
+    state = {k: v.detach().clone().requires_grad_() for k, v in model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "None of the inputs have requires_grad"
+        expected = model(x)
+    found = call_program(program, (x,), {}, state)
+    assert torch.equal(expected, found)
+    expected.sum().backward()
+    found.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (state[name].grad is None), name
+        assert parameter.grad is None or torch.equal(parameter.grad, state[name].grad)
+    assert (model.w.grad is None) == from_input
 
 
 def nodes_of(body):
