@@ -16,8 +16,8 @@ import torch
 CATEGORIES = ("loss", "outputs", "grads", "params_after_step", "buffers")
 
 LEARNING_RATE = 1e-3
-"""Of the AdamW steps. Also the length of one of them, and so the least scale of a parameter's error: a parameter whose
-true gradient is zero (the bias of attention's keys) is moved by rounding errors alone."""
+"""Of the AdamW steps. Also the length of one of them, and so the scale of the error of a parameter whose true gradient
+is zero (the bias of attention's keys): rounding errors alone move it."""
 
 TINY_GRADIENT = 1e-6
 """A gradient below this share of the model's largest one is measured against that."""
@@ -122,20 +122,24 @@ def bounds_of(dtype: torch.dtype, lower: bool, single: Mapping[str, float] | Non
 def zero_gradients(exact: Tensors) -> frozenset[str]:
     """Names of the gradients that count as zero in a float64 run: in a narrower dtype they are rounding errors."""
     sizes = {name: _magnitude(t) for name, t in exact["grads"].items()}
-    return frozenset(name for name, size in sizes.items() if size < TINY_GRADIENT * max(sizes.values()))
+    return frozenset(name for name, size in sizes.items() if size <= TINY_GRADIENT * max(sizes.values()))
 
 
 def differences(found: Tensors, expected: Tensors, zeros: frozenset[str] = frozenset()) -> list[Difference]:
     """One for each tensor of either run. zeros: gradients that are measured against the model's largest one."""
     largest = max((_magnitude(t) for t in expected["grads"].values()), default=0.0)
     floor = TINY_GRADIENT * largest
+    unmoved = zero_gradients(expected)
     out = []
     for category in CATEGORIES:
-        least = max(floor, LEARNING_RATE) if category == "params_after_step" else floor
         names = [*expected[category], *(n for n in found[category] if n not in expected[category])]
         for name in names:
             mine, theirs = found[category].get(name), expected[category].get(name)
-            scale = largest if category == "grads" and name in zeros else least
+            scale = floor
+            if category == "params_after_step" and name in unmoved:
+                scale = max(floor, LEARNING_RATE)
+            elif category == "grads" and name in zeros:
+                scale = largest
             out.append(_difference(category, name, mine, theirs, scale))
     return out
 

@@ -8,8 +8,14 @@ BATCH, SEQ, VOCAB = 8, 8, 64
 
 
 def build(name):
+    """Biases and norms are drawn, too: zeros and ones would hide what is done to them."""
     torch.manual_seed(0)
-    return _BUILDERS[name]().double()
+    model = _BUILDERS[name]().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
 
 
 def inputs(name, batch=BATCH, seq=SEQ, seed=3):
