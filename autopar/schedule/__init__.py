@@ -1,6 +1,7 @@
 """Pipeline schedules as tables of actions: built by name, checked without running, printed for people."""
 
 from autopar.schedule.build import build
-from autopar.schedule.table import Action, Row, Schedule
+from autopar.schedule.check import Facts, check
+from autopar.schedule.table import Action, Row, Schedule, parse
 
-__all__ = ["Action", "Row", "Schedule", "build"]
+__all__ = ["Action", "Facts", "Row", "Schedule", "build", "check", "parse"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.errors import PlanError
-from autopar.schedule import loops, vee
+from autopar.schedule import asynchronous, chimera, loops, vee
 from autopar.schedule.loops import RowMaker
 from autopar.schedule.table import Row, Schedule
 
@@ -22,12 +22,14 @@ class Kind:
     """How a schedule is built.
 
     Fields:  row: the row of a rank. virtual: stages a rank that it is made for, None: any number.
-             place: the rank of a stage, from (stage, ranks).
+             place: the rank of a stage, from (stage, ranks). replicas, asynchronous: as in `Schedule`.
     """
 
     row: RowMaker
     virtual: int | None
     place: Callable[[int, int], int]
+    replicas: int = 1
+    asynchronous: bool = False
 
 
 def loop(stage: int, ranks: int) -> int:
@@ -50,6 +52,9 @@ KINDS = {
     "zb-2p": Kind(loops.zb_2p, 1, loop),
     "zb-v": Kind(vee.zb_v, 2, down_and_up),
     "dualpipe-v": Kind(vee.dualpipe_v, 2, down_and_up),
+    "async-1f1b": Kind(asynchronous.no_flush, 1, loop, asynchronous=True),
+    "2bw": Kind(asynchronous.two_buffers, 1, loop, asynchronous=True),
+    "chimera": Kind(chimera.two_ways, 1, chimera.place, replicas=2),
 }
 
 
@@ -75,6 +80,7 @@ def build(name: str, ranks: int, virtual_stages: int = 1, microbatches: int = 1)
             f"schedule {name}: virtual_stages={virtual_stages}, but it is made for {kind.virtual} "
             f"stage{'s' if kind.virtual != 1 else ''} a rank"
         )
-    stages = ranks * virtual_stages
+    stages = ranks * virtual_stages * kind.replicas
     rows = tuple(Row(kind.row(rank, ranks, virtual_stages, microbatches)) for rank in range(ranks))
-    return Schedule(name, ranks, stages, microbatches, tuple(kind.place(s, ranks) for s in range(stages)), rows)
+    placement = tuple(kind.place(stage, ranks) for stage in range(stages))
+    return Schedule(name, ranks, stages, microbatches, placement, rows, kind.replicas, kind.asynchronous)
