@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.hardware import Profile
 from autopar.errors import InfeasibleError, PlanError
-from autopar.mesh import LogicalMesh, Mesh, factor_axes, free_factorisations
+from autopar.mesh import ROLES, LogicalMesh, Mesh, factor_axes, free_factorisations
 from autopar.rules.analyse import Analysis
 from autopar.solver.build import Built, build
 from autopar.solver.optimise import solve
@@ -61,11 +61,16 @@ def search(
     settings = replace(settings, pins=settings.pins.for_names(parameters, analysis.program.ties))
     best: Found | None = None
     refusal: Exception | None = None
-    for mesh in candidates(analysis, topology, settings)[:most]:
+    tries = [
+        (pinned, mesh)
+        for pinned in _roles_of_layouts(settings, topology)
+        for mesh in candidates(analysis, topology, pinned)[:most]
+    ]
+    for pinned, mesh in tries:
         if best is not None and spent + len(best.built.op_choice) * GROWTH ** len(mesh.axes) > WORK:
             continue
         try:
-            found = _recomputing(analysis, mesh, profile, settings, sinks, levels, time_limit_s)
+            found = _recomputing(analysis, mesh, profile, pinned, sinks, levels, time_limit_s)
         except (InfeasibleError, PlanError) as error:
             refusal = refusal or error
             continue
@@ -76,6 +81,22 @@ def search(
         assert refusal is not None
         raise refusal
     return best
+
+
+def _roles_of_layouts(settings: Settings, topology: Mesh) -> list[Settings]:
+    """A layout pinned on a role whose degree is not asks for an axis of it: one try for each degree it may have."""
+    given = settings.pins.degrees
+    missing = sorted({key for _, layout in settings.pins.layouts for key, _ in layout if key in ROLES} - set(given))
+    found = [given]
+    for role in missing:
+        found = [
+            {**degrees, role: n}
+            for degrees in found
+            for left in (topology.size // math.prod(degrees.values()),)
+            for n in range(2, left + 1)
+            if left % n == 0
+        ]
+    return [replace(settings, pins=replace(settings.pins, degrees=degrees)) for degrees in found] or [settings]
 
 
 def on_axes(
