@@ -25,10 +25,10 @@ def main() -> None:
     asked = parser.parse_args()
     rows = []
     for group in asked.groups.split(","):
-        for name in dict.fromkeys(case[0] for case in GROUPS[group]):
+        for name, mode in dict.fromkeys((case[0], case[1]) for case in GROUPS[group]):
             if asked.names and name not in asked.names:
                 continue
-            rows += _rows([case for case in GROUPS[group] if case[0] == name], 4 if group == "four" else 2)
+            rows += _rows([case for case in GROUPS[group] if case[:2] == [name, mode]], 4 if group == "four" else 2)
             if asked.out:  # after each, so that a run that is ended early leaves what it found
                 Path(asked.out).write_text("\n".join([*_head(), *rows, ""]), encoding="utf-8")
             print(rows[-1], flush=True)

@@ -29,7 +29,7 @@ TIGHT_OF = ("gpt2", "mixtral", "t5", "resnet", "clip", "zoo-unet")
 TRAIN = [[name, "train", "float64", "2", options] for name in ARCHITECTURES for options in (DP, TP, FREE)]
 TRAIN += [[name, "train", "float64", "2", TIGHT] for name in TIGHT_OF]
 EVAL = [[name, "eval", "float64", "2", options] for name in ARCHITECTURES for options in (DP, TP)]
-HALF = [[name, "train", "bfloat16", "2", options] for name in ARCHITECTURES for options in (DP, TP)]
+HALF = [[n, mode, "bfloat16", "2", how] for mode in ("train", "eval") for n in ARCHITECTURES for how in (DP, TP)]
 FOUR_OF = ("mixtral", "deepseek-v3", "t5", "resnet", "mamba2", "clip", "qwen3", "zoo-moe", "zoo-unet")
 FOUR = [[name, "train", "float64", "2x2", BOTH] for name in FOUR_OF]
 
