@@ -1,0 +1,107 @@
+"""A fused group as a module of a lowered graph: its kernel on a GPU, its ATen ops elsewhere.
+
+Enters: the tensors that the group reads, in the order of `inputs`. Leaves: a tuple of its outputs, laid out as the ATen
+ops would. A kernel that fails to build is given up for good, with one warning that names it; the group then runs as its
+ATen ops.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from autopar.codegen.kernel import Kernel
+from autopar.codegen.load import launch, load
+from autopar.codegen.triton_text import Printed
+from autopar.runtime import random
+
+MODES = ("aten", "kernel", "interpreter")
+_TORCH = {"f32": torch.float32, "f64": torch.float64, "i32": torch.int32, "i64": torch.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """What a group runs as. reads: for each read buffer of the kernel its place among the group's inputs; keys alike;
+    writes: for each output of the group its place among the written buffers."""
+
+    kernel: Kernel
+    printed: Printed
+    reads: tuple[int, ...]
+    keys: tuple[int, ...]
+    writes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.printed.launches[0].function
+
+
+class FusedGroup(nn.Module):
+    """See the module docstring. mode: "aten", "kernel" (inputs on a GPU) or "interpreter" (slow: for tests)."""
+
+    def __init__(self, aten: GraphModule, code: Code, mode: str) -> None:
+        super().__init__()
+        self.aten, self.code, self.mode = aten, code, mode
+
+    def forward(self, *inputs: Tensor) -> Any:
+        if self.mode == "aten":
+            return self.aten(*inputs)
+        if any(inputs[place].tolist()[1] >> 31 for place in self.code.keys):
+            return self.aten(*inputs)  # elements so far on that the kernel's 32-bit index would wrap
+        try:
+            return run(self.code, inputs, interpret=self.mode == "interpreter")
+        except Exception as error:
+            said = next((line for line in str(error).splitlines() if line.strip()), "")
+            warnings.warn(
+                f"kernel {self.code.name} failed ({type(error).__name__}: {said:.200}); its ops run one by one",
+                stacklevel=2,
+            )
+            self.mode = "aten"
+            return self.aten(*inputs)
+
+
+def run(code: Code, inputs: tuple[Tensor, ...], *, interpret: bool = False) -> tuple[Tensor, ...]:
+    """Allocate the outputs and launch the kernel.
+
+    Raises: what Triton raises when a kernel does not build.
+    """
+    kernel, printed = code.kernel, code.printed
+    module = load(printed.text, interpret=interpret)
+    named: dict[str, Any] = {}
+    for i, place in enumerate(code.reads):
+        named[f"x{i}"] = _as_known(inputs[place], kernel.buffers[i].strides)
+    device = inputs[code.reads[0]].device if code.reads else torch.device("cpu")
+    outputs = [
+        torch.empty_strided(b.shape, b.strides, dtype=b.dtype, device=device) for b in kernel.buffers[kernel.inputs :]
+    ]
+    named |= {f"y{i}": y for i, y in enumerate(outputs)}
+    for i, (shape, kind) in enumerate(printed.partials):
+        named[f"p{i}"] = torch.empty(shape, dtype=_TORCH[kind], device=device)
+    for i, place in enumerate(code.keys):
+        named[f"k{i}"], named[f"l{i}"] = _words(inputs[place])
+    with torch.no_grad():
+        for step in printed.launches:
+            args = tuple(named[a] for a in step.args)
+            launch(getattr(module, step.function), step.grid, args, step.warps, interpret=interpret)
+    return tuple(outputs[place] for place in code.writes)
+
+
+def _words(key: Tensor) -> tuple[int, int]:
+    """The two words that the elements of a call are hashed with; where its first element lies is in the first one."""
+    word, first = key.tolist()
+    k0, k1 = random._words(word, 0)
+    return random._signed((k0 + random._GOLDEN * first) & 0xFFFFFFFF, 32), k1
+
+
+def _as_known(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor in the strides that the kernel was printed for: a caller may lay its inputs out otherwise."""
+    if value.stride() == strides or value.numel() <= 1:
+        return value
+    if all(a == b or n == 1 for a, b, n in zip(value.stride(), strides, value.shape, strict=True)):
+        return value
+    found = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return found.copy_(value)

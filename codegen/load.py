@@ -1,0 +1,104 @@
+"""From printed kernels to functions: built once a text, kept as source files on disk.
+
+Enters: the text of `triton_text`. Leaves: its functions, compiled by Triton at their first launch on a GPU, or run by
+Triton's interpreter on a CPU. The cache holds source only, named by its digest and compared before it is used; nothing
+is unpickled. Triton keeps what it compiles in a cache of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+_LOADED: dict[tuple[str, bool], ModuleType] = {}
+
+
+def cache_folder() -> Path:
+    """`$AUTOPAR_CACHE`, or autopar's folder in the user's cache."""
+    given = os.environ.get("AUTOPAR_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(given) if given else Path(base) / "autopar"
+
+
+def source_file(text: str) -> Path:
+    """The file that holds this text; written when it is missing or holds another."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:24]
+    file = cache_folder() / "kernels" / f"kernel_{digest}.py"
+    if not file.exists() or file.read_text() != text:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        with os.fdopen(handle, "w") as out:
+            out.write(text)
+        os.replace(name, file)  # ranks may write the same file at once
+    return file
+
+
+def load(text: str, *, interpret: bool = False) -> ModuleType:
+    """The module of a printed text. interpret: its functions run in Triton's interpreter, not on a device."""
+    key = (text, interpret)
+    if key not in _LOADED:
+        import triton
+
+        file = source_file(text)
+        spec = importlib.util.spec_from_file_location(f"autopar_{file.stem}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        before = triton.knobs.runtime.interpret
+        triton.knobs.runtime.interpret = interpret  # read when a function is decorated
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            triton.knobs.runtime.interpret = before
+        _LOADED[key] = module
+    return _LOADED[key]
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Inside, functions loaded for the interpreter can be launched.
+
+    Triton decides at its own import whether its library (`tl.sum`, `tl.max`, ...) is interpreted. Here it was imported
+    for a device, so these few are replaced while a kernel runs.
+    """
+    import triton
+    import triton.language as tl
+
+    combine = {
+        "sum": tl.standard._sum_combine,
+        "max": tl.standard._elementwise_max,
+        "min": tl.standard._elementwise_min,
+    }
+    before = {name: getattr(tl, name) for name in combine}
+    interpreted = triton.knobs.runtime.interpret
+
+    def reducer(function: Any) -> Any:
+        return lambda value, axis=None, keep_dims=False: tl.reduce(value, axis, function, keep_dims=keep_dims)
+
+    try:
+        triton.knobs.runtime.interpret = True
+        for name, function in combine.items():
+            setattr(tl, name, reducer(function))
+        yield
+    finally:
+        triton.knobs.runtime.interpret = interpreted
+        for name, function in before.items():
+            setattr(tl, name, function)
+
+
+def launch(function: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, *, interpret: bool = False) -> None:
+    """Run one function of a loaded module."""
+    if interpret:
+        with interpreting(), np.errstate(all="ignore"):  # lanes beyond a mask compute what nobody stores
+            function[grid](*args)
+    else:
+        function[grid](*args, num_warps=warps)

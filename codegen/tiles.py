@@ -1,0 +1,115 @@
+"""How much of a kernel's loops one program takes: block sizes and warps, from an estimate of registers.
+
+Enters: a kernel. Leaves: a `Tile`. Refused (`TooWide`): rows that no program can hold at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.codegen.kernel import Kernel, args_of
+
+PROGRAMS = 128
+"""[derived] row programs of a kernel that sums over rows: about one for each multiprocessor of an A100 or H100."""
+PARTIAL_SHARE = 0.03
+"""[derived] share of a kernel's bytes that partial sums may add."""
+FLAT_BLOCK = 1024
+"""[derived] elements of a program without rows: 8 a thread of 4 warps, 16 bytes of half precision."""
+REGISTERS = 104
+"""[derived] 32-bit registers a thread that values may take: addresses and the assembler's own come on top."""
+WARPS = (4, 8, 16, 32)
+_FILE = 65536
+"""[spec] 32-bit registers of a multiprocessor: CUDA C++ programming guide, compute capabilities 8.0 to 10.0."""
+
+
+class TooWide(Exception):
+    """The rows of a kernel do not fit the registers of one program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """rows, columns: of one step of one program, powers of 2 (flat kernels: 1 row). programs: along the rows.
+    rows_each: rows that one program passes. column_blocks: programs along the columns."""
+
+    rows: int
+    columns: int
+    programs: int
+    rows_each: int
+    column_blocks: int
+    warps: int
+
+    @property
+    def passes(self) -> int:
+        """Steps of the loop of a program over its rows."""
+        return -(-self.rows_each // self.rows)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of 2 that is not less than n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def live_values(kernel: Kernel) -> int:
+    """The most 32-bit numbers for an element that are needed at once, accumulators included."""
+    last: dict[int, int] = {}
+    for i, step in enumerate(kernel.steps):
+        for arg in args_of(step.does):
+            last[arg] = i
+    for store in (*kernel.stores, *kernel.sums):
+        last[store.value] = max(last.get(store.value, 0), len(kernel.steps) - 1)
+    moves = kernel.moves
+    size = [2 if s.kind in ("f64", "i64") else 1 for s in kernel.steps]
+    most = live = 0
+    for i in range(len(kernel.steps)):
+        live += size[i] if moves[i][1] else 0
+        most = max(most, live)
+        live -= sum(size[v] for v, end in last.items() if end == i and moves[v][1])
+    return max(most, 1) + len(kernel.sums)
+
+
+def moved_bytes(kernel: Kernel) -> int:
+    """Bytes that a kernel must read and write, each once."""
+    return sum(b.size_bytes for b in kernel.buffers)
+
+
+def tile_of(kernel: Kernel) -> Tile:
+    """Raises: TooWide."""
+    live = live_values(kernel)
+    if not kernel.rows and not kernel.reduces and not kernel.sums:
+        block = min(FLAT_BLOCK, power_of_2(kernel.column_count))
+        while live * block // 128 > REGISTERS and block > 256:
+            block //= 2
+        return Tile(1, block, 1, 1, -(-kernel.column_count // block), 4)
+    height, width = kernel.row_count, kernel.column_count
+    if not kernel.reduces and kernel.sums:
+        columns = min(128, power_of_2(width))
+        rows = min(max(1, 2048 // columns), power_of_2(height))
+        while live * rows * columns // 128 > REGISTERS and rows > 1:
+            rows //= 2
+        return _summed(kernel, rows, columns, 4)
+    columns = power_of_2(width)
+    rows = min(max(1, 1024 // columns), power_of_2(height))
+    for warps in WARPS:
+        each = rows * columns / (32 * warps)
+        allowed = min(REGISTERS, _FILE // (32 * warps) - 12)
+        if live * each <= allowed and each <= 32:
+            return _summed(kernel, rows, columns, warps)
+    raise TooWide(f"rows of {width} with {live} numbers an element do not fit the registers of a program")
+
+
+def _summed(kernel: Kernel, rows: int, columns: int, warps: int) -> Tile:
+    height, width = kernel.row_count, kernel.column_count
+    blocks = -(-width // columns)
+    if not kernel.sums:
+        return Tile(rows, columns, -(-height // rows), rows, blocks, warps)
+    partial_bytes = 8 * width * len(kernel.sums)
+    wanted = min(PROGRAMS if blocks == 1 else max(1, 2 * PROGRAMS // blocks), -(-height // rows))
+    programs = max(1, min(wanted, int(PARTIAL_SHARE * moved_bytes(kernel) / partial_bytes)))
+    each = -(-height // programs)
+    each = -(-each // rows) * rows
+    return Tile(rows, columns, -(-height // each), each, blocks, warps)
+
+
+def partial_bytes(kernel: Kernel, tile: Tile) -> int:
+    """Bytes of partial sums, written and read once."""
+    return 0 if tile.programs == 1 else 8 * kernel.column_count * tile.programs * len(kernel.sums)

@@ -1,0 +1,109 @@
+"""Kernels in Triton's interpreter against the ATen ops that they replace.
+
+The reference of a half-precision group is the same ops in float32, without rounding in between: a kernel rounds once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from autopar.codegen.group import FusedGroup, run
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class InFloat32(Interpreter):
+    """Runs a graph with half precision replaced by float32."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        def widen(value: Any) -> Any:
+            return torch.float32 if value in HALF else value
+
+        args = tuple(widen(a) if isinstance(a, torch.dtype) else a for a in args)
+        kwargs = {k: widen(v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
+        if "_softmax_backward_data" in str(target):
+            args = (*args[:3], args[0].dtype)
+        elif "_log_softmax" in str(target) or "_softmax" in str(target):
+            args = (*args[:2], False)
+        return super().call_function(target, args, kwargs)
+
+
+def random_input(node: Node, generator: torch.Generator) -> Tensor:
+    """A tensor like the placeholder's: numbers of a unit normal, small whole numbers, truth values."""
+    fake = node.meta["val"]
+    size = 1 + sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True)) if fake.numel() else 0
+    if fake.dtype.is_floating_point:
+        memory = torch.randn(size, generator=generator, dtype=torch.float32)
+        memory = memory.abs() if _positive(node) else memory
+    elif fake.dtype == torch.bool:
+        memory = torch.rand(size, generator=generator) < 0.5
+    else:
+        memory = torch.randint(0, _least_table(node), (size,), generator=generator)
+    return memory.to(fake.dtype).as_strided(fake.shape, fake.stride())
+
+
+def _least_table(node: Node) -> int:
+    """Indices stay inside every table that they are used with."""
+    sizes = [u.args[0].meta["val"].shape[0] for u in node.users if "embedding" in str(u.target)]
+    return min([4, *sizes])
+
+
+def _positive(node: Node) -> bool:
+    """What a root or logarithm is taken of, maybe after an addition."""
+    names = {str(u.target) for u in node.users} | {str(v.target) for u in node.users for v in u.users}
+    return any(word in name for name in names for word in ("sqrt", "log.default", "pow"))
+
+
+def groups(module: GraphModule) -> list[FusedGroup]:
+    """The fused groups of a graph, those with equal text once."""
+    found = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            group = module.get_submodule(node.target)
+            assert isinstance(group, FusedGroup)
+            found.setdefault(group.code.printed.text, group)
+    return list(found.values())
+
+
+def check_group(group: FusedGroup, seed: int = 0) -> None:
+    """Raises: AssertionError: the kernel differs from its ops by more than rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    places = [n for n in group.aten.graph.nodes if n.op == "placeholder"]
+    inputs = tuple(
+        torch.tensor([int(torch.randint(2**62, (), generator=generator)), 0])
+        if _is_key(n)
+        else random_input(n, generator)
+        for n in places
+    )
+    wide = tuple(t.float() if t.dtype in HALF else t for t in inputs)
+    expected = InFloat32(group.aten).run(*wide)
+    found = run(group.code, inputs, interpret=True)
+    plain = group.aten(*inputs)
+    assert len(found) == len(expected) == len(plain)
+    for out, reference, aten in zip(found, expected, plain, strict=True):
+        assert (out.shape, out.dtype) == (aten.shape, aten.dtype)
+        assert all(a == b or n == 1 for a, b, n in zip(out.stride(), aten.stride(), out.shape, strict=True))
+        close(out, reference, group.code.name)
+
+
+def close(out: Tensor, reference: Tensor, name: str) -> None:
+    """float32: 1e-5 of the largest value; half precision: 2 units in the last place, on top of that."""
+    if not out.dtype.is_floating_point:
+        assert torch.equal(out, reference.to(out.dtype)), name
+        return
+    assert torch.isfinite(reference).all(), f"{name}: the test's inputs give no finite reference"
+    error = (out.double() - reference.double()).abs()
+    base = 1e-5 * reference.double().abs().max().clamp(min=1e-3)
+    if out.dtype in HALF:
+        ulp = torch.finfo(out.dtype).eps * reference.double().abs().clamp(min=torch.finfo(out.dtype).tiny)
+        assert (error <= 2 * ulp + base).all(), f"{name}: {(error / ulp).max():.1f} units in the last place"
+    else:
+        assert (error <= base).all(), f"{name}: {error.max() / base * 1e-5:.1e}"
+
+
+def _is_key(node: Node) -> bool:
+    return any("dropout" in str(u.target) and u.args[1] is node for u in node.users)

@@ -1,0 +1,108 @@
+"""passes/fuse.py: fused graphs equal the graphs that they are made of; nothing passes a wait or makes a circle."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autopar.codegen.cluster import clusters, is_barrier
+from autopar.codegen.group import FusedGroup
+from autopar.passes.fuse import Fuse
+from autopar.runtime.moves import move
+from tests.codegen.lowered import gpt, llama, lower_function, lower_model
+from tests.passes.local_group import one_rank
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "kernels"))
+
+
+def fused(module):
+    return [m for m in module.modules() if isinstance(m, FusedGroup)]
+
+
+def names(group):
+    return group.code.name
+
+
+@pytest.mark.parametrize("model", [gpt, llama])
+@pytest.mark.parametrize("mode", ["aten", "interpreter"])
+def test_equals_the_graph(model, mode):
+    torch.manual_seed(0)
+    module, inputs = model(2, 5, 24)
+    graphs = lower_model(module, inputs)
+    places = [n.meta["val"] for n in graphs.forward.graph.nodes if n.op == "placeholder"]
+    values = [*module.parameters(), *inputs]
+    assert len(places) == len(values)
+    with torch.no_grad():
+        before = graphs.forward(*values)
+        after = Fuse(mode).run(graphs.forward)(*values)
+        saved = before[1:]
+        backward = (*saved, torch.ones_like(before[0]))
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            Fuse(mode).run(graphs.backward)(*backward), graphs.backward(*backward), rtol=1e-4, atol=1e-5
+        )
+
+
+def chain(x, y, w):
+    a = x + y
+    h = F.layer_norm(a, (x.shape[-1],))
+    return (F.gelu(h) * a) @ w
+
+
+def test_a_norm_joins_what_stands_around_it():
+    graphs = lower_function(chain, (torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 3, requires_grad=True)), 3)
+    (group,) = clusters(graphs.forward.graph)
+    assert [n.name for n in group.outputs] == ["mul"]
+    found = Fuse().run(graphs.forward)
+    assert sum(n.op == "call_function" and "mm" not in n.name for n in found.graph.nodes) == 1  # the getitem
+
+
+def test_no_group_needs_its_own_result():
+    """x * 2 and the exponential of a product of it: joined, the product would have to run before and after them."""
+
+    def circle(x, w):
+        a = x * 2
+        return (a @ w).exp() + a
+
+    graphs = lower_function(circle, (torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)), 2)
+    (group,) = clusters(graphs.forward.graph)
+    assert {n.name for n in group.members} == {"exp", "add"}
+
+
+@pytest.fixture
+def rank(tmp_path):
+    with one_rank(tmp_path, "tp"):
+        yield
+
+
+def test_nothing_passes_a_wait(rank):
+    def reduced(x, w):
+        a = x * 3
+        total = move((x @ w).sin(), "tp", "P", "R", ((4,), (4,)))
+        return (a.exp() + 1, total * 2 + a)
+
+    values = (torch.randn(4, 4), torch.randn(4, 4, requires_grad=True))
+    graphs = lower_function(reduced, values, 2)
+    before = graphs.forward(*reversed(values))
+    order = [n.name for n in graphs.forward.graph.nodes if is_barrier(n)]
+    assert order
+    found = Fuse("interpreter").run(graphs.forward)
+    assert [n.name for n in found.graph.nodes if is_barrier(n)] == order
+    for group in clusters(graphs.forward.graph):
+        numbers = {n: i for i, n in enumerate(graphs.forward.graph.nodes)}
+        places = [numbers[n] for n in group.members]
+        waits = [i for n, i in numbers.items() if is_barrier(n) and "wait" in str(n.target)]
+        assert not any(min(places) < w < max(places) for w in waits)
+    torch.testing.assert_close(found(*reversed(values)), before)
+
+
+def test_what_no_formula_is_known_for_stays():
+    def odd(x):
+        return torch.lgamma(x * 2 + 1) + 3 * x
+
+    graphs = lower_function(odd, (torch.rand(5, 5, requires_grad=True),))
+    found = Fuse().run(graphs.forward)
+    assert any("lgamma" in n.name for n in found.graph.nodes)
+    assert len(fused(found)) == 2
