@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar.dump import Dump
 from autopar.lifetime import gather_once
-from autopar.mesh import LogicalMesh
+from autopar.mesh import with_pipeline
 from autopar.pipeline import Prepared, carry_out, lower, prepare
 from autopar.plan import Plan
 from autopar.request import Request
@@ -23,34 +23,42 @@ from autopar.rules.decisions import Decisions
 from autopar.runtime.check import agree, digest
 from autopar.runtime.module import Lowered, ParallelModule, draws_numbers
 from autopar.runtime.parameters import OLD_PARAMETERS, shard_parameter
-from autopar.runtime.process_mesh import ProcessMesh, connect
+from autopar.runtime.process_mesh import ProcessMesh, connect, connect_pipeline
 from autopar.solver.decide import degrees
 from autopar.solver.report import mesh_of
+from autopar.solver.search import Found
+from autopar.staged import Staging, is_staged, lower_stages, owners_of
 
 
 def build_module(
     model: nn.Module, prepared: Prepared, request: Request, chosen: Plan, accumulate: int = 1
 ) -> ParallelModule:
-    logical = mesh_of(chosen)
+    logical, program = mesh_of(chosen), prepared.program
     found, decisions = carry_out(prepared, chosen, request.profile, request.settings)
-    mesh, program = connect(logical), prepared.program
-    if logical.size > 1:
+    stages = chosen.degrees["pp"]
+    if stages > 1:
+        mesh = connect_pipeline(with_pipeline(logical, request.topology, stages), logical)
+    else:
+        mesh = connect(logical)
+    owners = owners_of(chosen, prepared) if is_staged(chosen) else {}
+    if request.topology.size > 1:
         decided = repr(sorted((k, s.options) for k, s in decisions.strategies.items()))
         agree({"plan": digest(chosen.digest), "decisions": digest(decided)}, mesh.device)
-    state, persistent, shards = _shard_state(prepared, decisions.sources, mesh)
+    state, persistent, shards = _shard_state(prepared, decisions.sources, mesh, owners)
     OLD_PARAMETERS.add(p for p in model.parameters())
     lowering = _Lowering(skeleton(model), prepared, request, chosen, mesh)
-    lowering.first = lowering.lowered(prepared, decisions, logical, request.dump)
+    lowering.first = lowering.lowered(prepared, found, decisions, request.dump)
     _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)
     batch_axes = tuple(a.name for a, role in zip(logical.axes, roles, strict=True) if role == "dp")
     module = ParallelModule(
-        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program), accumulate
-    )
+        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program), accumulate,
+        owners,
+    )  # fmt: skip
     return module.train(model.training)
 
 
 def _shard_state(
-    prepared: Prepared, layouts: Mapping[str, Any], mesh: ProcessMesh
+    prepared: Prepared, layouts: Mapping[str, Any], mesh: ProcessMesh, owners: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, bool], dict[str, Any]]:
     state: dict[str, torch.Tensor] = {}
     persistent: dict[str, bool] = {}
@@ -59,9 +67,9 @@ def _shard_state(
         if source.kind == "parameter":
             parts = prepared.analysis.parts[source.node]
             layout = layouts[source.node]
-            state[source.path] = shard_parameter(
-                prepared.program.state[source.path], parts, layout, mesh, source.trainable
-            )
+            shard = shard_parameter(prepared.program.state[source.path], parts, layout, mesh, source.trainable)
+            if mesh.line is None or mesh.line.index in owners[source.path]:
+                state[source.path] = shard
             shards[source.path] = (parts, layout)
         elif source.kind == "buffer":
             value = prepared.program.state[source.path]
@@ -109,19 +117,25 @@ class _Lowering:
             discover=self.request.discover,
         )
         found, decisions = carry_out(prepared, self.plan, self.request.profile, self.request.settings)
-        return self.lowered(prepared, decisions, found.mesh)
+        return self.lowered(prepared, found, decisions)
 
-    def lowered(
-        self, prepared: Prepared, decisions: Decisions, logical: LogicalMesh, dump: Dump | None = None
-    ) -> Lowered:
+    def lowered(self, prepared: Prepared, found: Found, decisions: Decisions, dump: Dump | None = None) -> Lowered:
         """The program of this rank under the request's backend and the plan's recomputation."""
         levels = {b: self.plan.recompute.get(c.name, "none") for c in prepared.program.classes for b in c.blocks}
         zero = {name: entry["zero"] for name, entry in self.plan.params.items()}
         decisions, lifetimes = gather_once(prepared.analysis, decisions, zero)
+        if is_staged(self.plan):
+            staging = Staging(
+                self.plan, found.mesh, self.request.profile, self.mesh, self.request.backend,
+                self.request.outputs != "auto",
+            )  # fmt: skip
+            batch = found.built.roles.batch
+            staged = lower_stages(staging, prepared, decisions, batch, recompute=levels, dump=dump)
+            return replace(staged, lifetimes=lifetimes)
         lowered = lower(
             prepared,
             decisions,
-            logical,
+            found.mesh,
             self.request.profile,
             self.mesh.coordinate,
             self.mesh.device,

@@ -242,6 +242,29 @@ def factor_axes(
     return LogicalMesh(mesh, tuple(axes))
 
 
+def inside_stage(mesh: Mesh, stages: int) -> Mesh:
+    """The topology that one rank of a pipeline is made of: `stages` ranks are taken from the slowest levels.
+
+    Raises:  MeshError: `stages` does not divide the mesh.
+    """
+    left, size = list(mesh.levels), stages
+    for level in reversed(range(len(left))):
+        part = math.gcd(size, left[level])
+        left[level] //= part
+        size //= part
+    if stages < 1 or size != 1:
+        raise MeshError(f"pp={stages} does not divide the {mesh.size} devices of {mesh}")
+    return Mesh(tuple(reversed(left)), mesh.device)
+
+
+def with_pipeline(inner: LogicalMesh, mesh: Mesh, stages: int) -> LogicalMesh:
+    """All axes of a pipeline: those inside a stage, and "pp", which takes what `inside_stage` left out."""
+    taken = [whole // part for whole, part in zip(mesh.levels, inner.topology.levels, strict=True)]
+    spans = tuple((level, ranks) for level, ranks in enumerate(taken) if ranks > 1)
+    below = math.prod(mesh.levels[: spans[0][0]]) * inner.topology.levels[spans[0][0]] if spans else 1
+    return LogicalMesh(mesh, (*inner.axes, Axis("pp", stages, "pp", spans, stride=below)))
+
+
 def free_factorisations(mesh: Mesh, pin: Mapping[str, int]) -> list[tuple[tuple[int, ...], ...]]:
     """Ways to divide what the pins leave, as `free` arguments of `factor_axes`.
 

@@ -27,8 +27,6 @@ def output_kinds(program: Program, grads: Mapping[str, bool], outputs: str) -> d
     """
     if outputs not in KINDS:
         raise PlanError(f"outputs={outputs!r}: must be one of {', '.join(KINDS)}")
-    from autopar.rules.analyse import value_of
-
     results = pytree.tree_leaves(program.output.args[0])
     user = [i for i, sink in enumerate(program.sinks) if sink.kind == "user"]
     plain = dict.fromkeys(range(len(program.sinks)), "plain")
@@ -37,11 +35,26 @@ def output_kinds(program: Program, grads: Mapping[str, bool], outputs: str) -> d
     scalars = [i for i in user if isinstance(results[i], Node) and not results[i].meta["val"].shape]
     if outputs == "shard":
         return plain | dict.fromkeys(user, "shard")
-    differentiable = [i for i in scalars if grads.get(value_of(results[i]), False)]
-    named = [i for i in differentiable if i in _loss_fields(program)]
-    if not named and len(differentiable) != 1:
+    if loss_of(program, grads) is None:
         return plain
     return plain | {i: "shard" for i in user if i not in scalars}
+
+
+def loss_of(program: Program, grads: Mapping[str, bool]) -> int | None:
+    """The sink that is the model's loss: a differentiable scalar in a field named `loss`, else the only one."""
+    from autopar.rules.analyse import value_of
+
+    results = pytree.tree_leaves(program.output.args[0])
+    differentiable = [
+        i
+        for i, sink in enumerate(program.sinks)
+        if sink.kind == "user"
+        and isinstance(results[i], Node)
+        and not results[i].meta["val"].shape
+        and grads.get(value_of(results[i]), False)
+    ]
+    named = [i for i in differentiable if i in _loss_fields(program)]
+    return named[0] if named else differentiable[0] if len(differentiable) == 1 else None
 
 
 def _loss_fields(program: Program) -> set[int]:

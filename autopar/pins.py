@@ -22,14 +22,10 @@ SCHEDULES = (
 _PLACEMENT = re.compile(r"[IR]|S\(\d+(,\d+)?\)")
 
 NOT_YET: Mapping[str, tuple[object, ...]] = {
-    "pp": (1,),
     "ep": (1,),
     "cp": (1,),
-    "schedule": (),
-    "virtual_stages": (1,),
-    "microbatches": (1,),
+    "schedule": tuple(SCHEDULES[:-3]),
     "offload": ("none",),
-    "stages": (),
     "zero_ranks": (),
 }
 """Values that the runtime can keep at this version, for the keys where it can't keep all."""
@@ -46,6 +42,11 @@ class Pins:
     recompute: str | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
     """The pins as they came, for messages and the plan."""
+
+    @property
+    def staged(self) -> bool:
+        """Do the pins ask for stages or micro-batches?"""
+        return any(self.given.get(key, 1) != 1 for key in ("pp", "microbatches", "virtual_stages"))
 
     def layout_of(self, name: str) -> dict[str, str]:
         """Pinned placements by role or axis name of the parameter `name`."""

@@ -23,7 +23,7 @@ from autopar.compiled import Compiled
 from autopar.cost.hardware import Profile
 from autopar.dump import Dump
 from autopar.layout import I, Layout, Parts
-from autopar.mesh import LogicalMesh, Mesh, factor_axes
+from autopar.mesh import LogicalMesh, Mesh, factor_axes, inside_stage
 from autopar.outputs import output_kinds
 from autopar.passes.check import check_layouts
 from autopar.passes.normalize import Normalize
@@ -41,6 +41,7 @@ from autopar.solver.report import fixed_of, make_plan, mesh_of
 from autopar.solver.search import Found, on_axes, search
 from autopar.solver.settings import Settings
 from autopar.solver.sinks import sink_values
+from autopar.solver.stages import pipeline_plan
 
 Progress = Callable[[str], None]
 """Told the name of each stage as it begins."""
@@ -125,19 +126,20 @@ def choose(
     progress("solve")
     started = time.perf_counter()
     levels = (settings.pins.recompute,) if settings.pins.recompute is not None else recompute
-    found = search(prepared.analysis, topology, profile, settings, prepared.sinks, levels=levels)
+    stage = inside_stage(topology, settings.pins.degrees.get("pp", 1))
+    inner = settings.inside_stage()
+    found = search(prepared.analysis, stage, profile, inner, prepared.sinks, levels=levels)
     if dump is not None:
         dump.write("solve", None, extra=problem_text(found.built, found.solution))
-    return make_plan(
-        prepared.analysis, found, settings, prepared.sinks, prepared.capture_s, time.perf_counter() - started
-    )
+    plan = make_plan(prepared.analysis, found, inner, prepared.sinks, prepared.capture_s, time.perf_counter() - started)
+    return pipeline_plan(plan, prepared.analysis, found, settings, topology) if settings.pins.staged else plan
 
 
 def carry_out(prepared: Prepared, plan: Plan, profile: Profile, settings: Settings) -> tuple[Found, Decisions]:
     """A plan's decisions for this capture; ops that the plan does not name are chosen around the others."""
-    mesh = mesh_of(plan)
+    mesh, inner = mesh_of(plan), settings.inside_stage(plan.degrees["pp"])
     found = on_axes(
-        prepared.analysis, mesh, profile, replace(settings, fixed=fixed_of(plan, prepared.analysis)), prepared.sinks
+        prepared.analysis, mesh, profile, replace(inner, fixed=fixed_of(plan, prepared.analysis)), prepared.sinks
     )
     return found, decide(found.built, found.solution.options, prepared.sinks)
 

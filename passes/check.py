@@ -26,8 +26,10 @@ from autopar.rules.strategy import axis_options, placements
 from autopar.runtime.moves import move, parse_placement
 
 
-def check_layouts(program: Program, analysis: Analysis, mesh: LogicalMesh, coordinate: tuple[int, ...]) -> None:
-    """Check the program of the rank at `coordinate`."""
+def check_layouts(
+    program: Program, analysis: Analysis, mesh: LogicalMesh, coordinate: tuple[int, ...], partial: int = 0
+) -> None:
+    """Check the program of the rank at `coordinate`. partial: leading axes on which outputs may be left R or P."""
     by_op = {record(op.node).op: op for op in analysis.ops.values()}
     for node in program.graph.nodes:
         known = record(node)
@@ -45,7 +47,7 @@ def check_layouts(program: Program, analysis: Analysis, mesh: LogicalMesh, coord
             _check_op(node, by_op[known.op], analysis, mesh)
     for i, result in enumerate(pytree.tree_leaves(program.output.args[0])):
         if isinstance(result, Node):
-            layout = record(result).layout or ()
+            layout = (record(result).layout or ())[partial:]
             assert all(p.kind in "IS" for p in layout), f"output {i} ({result.name}) is left as {layout}"
 
 

@@ -35,7 +35,7 @@ TIERS = (
     {"cost"},
     {"passes", "codegen", "compiled", "dump_lowered", "lifetime"},
     {"solver"},
-    {"pipeline", "request"},
+    {"pipeline", "request", "staged"},
     {"assemble"},
     {"api"},
     {"verify", "compare", "trial"},

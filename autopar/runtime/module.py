@@ -26,6 +26,7 @@ from autopar.program import OutputRef, Program
 from autopar.runtime.check import digest, same_everywhere, share, value_digest
 from autopar.runtime.moves import use_groups
 from autopar.runtime.parameters import as_dtensor, full_tensors, local_of, place
+from autopar.runtime.pipeline_state import count_norms_over_stages, full_tensors_of_stages
 from autopar.runtime.process_mesh import ProcessMesh
 from autopar.runtime.random import Draws, drawing
 from autopar.runtime.zero import Lifetime, Wholes
@@ -71,10 +72,14 @@ class ParallelModule(nn.Module):
         batch_axes: tuple[str, ...],
         random: bool = False,
         accumulate: int = 1,
+        owners: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """random: the program draws random numbers; its seed is rank 0's `torch.initial_seed()` of now."""
+        """random: the program draws random numbers; its seed is rank 0's `torch.initial_seed()` of now.
+        owners: in a pipeline, the ranks of it that hold each parameter; the others are not in `state`.
+        """
         super().__init__()
         self.plan = plan
+        self._owners = dict(owners or {}) if mesh.line is not None else {}
         self._mesh, self._lower, self._shards, self._batch_axes = mesh, lower, shards, batch_axes
         self._cache: dict[Any, Lowered] = {}
         self._first = True
@@ -87,7 +92,10 @@ class ParallelModule(nn.Module):
         for name, value in state.items():
             place(self, name, value, persistent=persistent.get(name, True))
         for alias, name in ties.items():
-            place(self, alias, state[name], persistent=persistent.get(name, True))
+            if name in state:
+                place(self, alias, state[name], persistent=persistent.get(name, True))
+        if mesh.line is not None:
+            count_norms_over_stages(self, mesh.line, self._owners)
 
     # calls
 
@@ -107,8 +115,11 @@ class ParallelModule(nn.Module):
         outputs = [self._output(lowered, results, v) if isinstance(v, OutputRef) else v for v in program.out_values]
         return pytree.tree_unflatten(outputs, program.out_spec)
 
-    def _local(self, lowered: Lowered, path: str) -> torch.Tensor:
+    def _local(self, lowered: Lowered, path: str) -> torch.Tensor | None:
+        """What the program computes with; None for a parameter of other stages."""
         value = _find(self, path)
+        if value is None and path in self._owners:
+            return None
         if value is None:
             return lowered.program.state[path].to(self._mesh.device)
         if path in lowered.lifetimes:
@@ -161,7 +172,11 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Plain tensors under the original names, ties kept; a collective call: every rank must make it."""
-        return full_tensors({k: v for k, v in self.state_dict(keep_vars=True).items() if k != _EXTRA})
+        held = {k: v for k, v in self.state_dict(keep_vars=True).items() if k != _EXTRA}
+        if self._mesh.line is None:
+            return full_tensors(held)
+        shapes = {path: parts.shape for path, (parts, _) in self._shards.items()}
+        return full_tensors_of_stages(held, shapes, self._state_names, self._owners, self._mesh.line)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Accepts this module's own (DTensor) state dict and the single-device model's full one."""
@@ -169,6 +184,8 @@ class ParallelModule(nn.Module):
         ready = {}
         for name, value in state_dict.items():
             mine = held.get(name)
+            if mine is None and self._state_names.get(name, name) in self._owners:
+                continue  # of another stage
             if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 parts, layout = self._shards[self._state_names.get(name, name)]
                 if tuple(value.shape) == parts.shape:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import PlanError
@@ -44,9 +44,8 @@ def as_dtensor(local: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessM
     shape = torch.Size(parts.shape)
     stride = torch.empty(shape, device="meta").stride()
     assert mesh.device_mesh is not None
-    return DTensor.from_local(
-        local, mesh.device_mesh, torch_placements(layout, parts), run_check=False, shape=shape, stride=stride
-    )
+    placements = torch_placements(layout, parts) or (Replicate(),)  # a pipeline stage of one device has no axes
+    return DTensor.from_local(local, mesh.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -99,12 +98,20 @@ class OldParameters:
 OLD_PARAMETERS = OldParameters()
 
 
+def whole_copy(value: torch.Tensor) -> torch.Tensor:
+    """The global tensor as a plain one that later steps leave alone."""
+    if not isinstance(value, DTensor):
+        return value.detach().clone()
+    full, local = value.detach().full_tensor(), value.to_local()
+    return full.clone() if full.data_ptr() == local.data_ptr() else full  # torch hands out what is whole already
+
+
 def full_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gather each DTensor; equal objects (ties) are gathered once and stay one object."""
     done: dict[int, torch.Tensor] = {}
     out = {}
     for name, value in state.items():
         if id(value) not in done:
-            done[id(value)] = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+            done[id(value)] = whole_copy(value)
         out[name] = done[id(value)]
     return out

@@ -24,14 +24,30 @@ from autopar.runtime.moves import AxisGroup
 
 
 @dataclass(frozen=True, eq=False)
+class Line:
+    """The ranks that hold the stages of a pipeline and agree with this one on every other axis.
+
+    Fields:  index: this rank's place. ranks: global ranks by place. group: of them. device_mesh: of all ranks, the
+             pipeline its last dim.
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    device_mesh: DeviceMesh
+
+
+@dataclass(frozen=True, eq=False)
 class ProcessMesh:
-    """What this rank knows of the mesh. `device_mesh` is None on a mesh of one device."""
+    """What this rank knows of the mesh. `device_mesh` is None on a mesh of one device. In a pipeline `logical`, `rank`,
+    `device_mesh` and `groups` are those of this rank's stages alone, and `line` joins them."""
 
     logical: LogicalMesh
     rank: int
     device: torch.device
     device_mesh: DeviceMesh | None = None
     groups: Mapping[str, AxisGroup] = field(default_factory=dict)
+    line: Line | None = None
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -73,6 +89,25 @@ def connect(logical: LogicalMesh) -> ProcessMesh:
     at = logical.coordinate(rank)
     groups = {a.name: AxisGroup(device_mesh.get_group(a.name), a.size, at[i]) for i, a in enumerate(logical.axes)}
     return ProcessMesh(logical, rank, device, device_mesh, groups)
+
+
+def connect_pipeline(logical: LogicalMesh, inner: LogicalMesh) -> ProcessMesh:
+    """Join a pipeline. logical: all axes, the pipeline last; inner: those inside a stage.
+
+    Raises:  MeshError: as `connect`.
+    """
+    check_world(logical.size)
+    rank, cuda = dist.get_rank(), dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    array, names = torch.from_numpy(logical.rank_array()), tuple(a.name for a in logical.axes)
+    if not inner.axes:  # a stage of one device is a mesh too: its parameters are DTensors like all others
+        array, names = array[None], ("one", *names)
+    device_mesh = DeviceMesh(device.type, array, mesh_dim_names=names)
+    at = logical.coordinate(rank)
+    stage = device_mesh[names[:-1]]
+    groups = {a.name: AxisGroup(device_mesh.get_group(a.name), a.size, at[i]) for i, a in enumerate(inner.axes)}
+    line = Line(at[-1], logical.group(len(logical.axes) - 1, at), device_mesh.get_group(names[-1]), device_mesh)
+    return ProcessMesh(inner, inner.rank(at[:-1]), device, stage, groups, line)
 
 
 def check_world(size: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.mesh import Axis, LogicalMesh, Mesh, factor_axes
+from autopar.mesh import Axis, LogicalMesh, Mesh, factor_axes, inside_stage
 from autopar.plan import Plan
 from autopar.program import Program, record
 from autopar.rules.analyse import Analysis
@@ -211,11 +211,11 @@ def describe(program: Program, analysis: Analysis) -> dict[str, Any]:
 
 
 def mesh_of(plan: Plan) -> LogicalMesh:
-    """The logical mesh that a plan was made for."""
-    topology = Mesh(tuple(plan.mesh["shape"]), device=plan.mesh["device"])
+    """The logical mesh that a plan was made for; in a pipeline, that of the devices of one stage."""
+    topology = inside_stage(Mesh(tuple(plan.mesh["shape"]), device=plan.mesh["device"]), plan.degrees["pp"])
     pinned: dict[str, list[int]] = {}
     for axis in plan.axes:
-        if axis.get("role"):
+        if axis.get("role") and axis["role"] != "pp":
             pinned.setdefault(axis["role"], []).append(axis["size"])
     degrees_ = {role: math.prod(sizes) for role, sizes in pinned.items()}
     parts = {role: tuple(sizes) for role, sizes in pinned.items() if len(sizes) > 1}
@@ -246,11 +246,15 @@ def fixed_of(plan: Plan, analysis: Analysis) -> Fixed:
     for name in plan.params:
         if name not in parameters:
             raise PlanError(f'params["{name}"]: the model has no such parameter')
-    names = [a["name"] for a in plan.axes]
+    names = [a["name"] for a in plan.axes if a.get("role") != "pp"]  # the last one: a row's entry for it says nothing
     params: dict[str, tuple[str, ...]] = {}
     for name, entry in plan.params.items():
         lies = {axis: text for axis, text in entry["layout"]}
         params[name] = tuple(lies.get(axis, "I") for axis in names)
-    ops = {name: tuple(entry["strategy"]) for name, entry in plan.ops.items()}
-    reads = {value: tuple(layout) for entry in plan.ops.values() for value, layout in entry.get("read", {}).items()}
+    ops = {name: tuple(entry["strategy"][: len(names)]) for name, entry in plan.ops.items()}
+    reads = {
+        value: tuple(layout[: len(names)])
+        for entry in plan.ops.values()
+        for value, layout in entry.get("read", {}).items()
+    }
     return Fixed(ops, params, reads)

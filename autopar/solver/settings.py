@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,14 @@ class Settings:
     """What the repeated blocks recompute in the backward: "none", "selective" (everything but products), "full"."""
     fixed: Fixed | None = None
     """Decisions of a plan that is given; what it does not name is chosen around it."""
+
+    def inside_stage(self, stages: int | None = None) -> Settings:
+        """For the devices of one stage of a pipeline: the model as a whole may take the memory of all stages; which of
+        them has how much is balanced later. stages: pipeline ranks, as pinned when not given.
+        """
+        stages = stages if stages is not None else self.pins.degrees.get("pp", 1)
+        degrees = {role: n for role, n in self.pins.degrees.items() if role != "pp"}
+        return replace(self, pins=replace(self.pins, degrees=degrees), memory_bytes=self.memory_bytes * stages)
 
 
 def compute_dtype(dtype: torch.dtype, precision: str | None) -> torch.dtype:

@@ -1,0 +1,95 @@
+"""The stages of one micro-batch as data: what each computes, receives, sends and gives.
+
+Enters: nothing; the stage pass makes these, the executor reads them. A stage's function takes the values of `sources`,
+then those of `receives`, and gives those of `sends`, then those of `sinks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.layout import Placement
+from autopar.program import Program, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that crosses from one stage to another, as it lies on one rank. grad: its gradient travels back."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """One stage of one micro-batch.
+
+    Fields:  sources: parameters, buffers, constants and inputs it reads. receives: (stage, value) pairs. sends: values
+             with the stages that read them. sinks: indices of the model's outputs that it gives.
+    """
+
+    index: int
+    program: Program
+    sources: tuple[Source, ...]
+    receives: tuple[tuple[int, Value], ...]
+    sends: tuple[tuple[Value, tuple[int, ...]], ...]
+    sinks: tuple[int, ...]
+
+    def values_to(self, stage: int) -> tuple[Value, ...]:
+        return tuple(v for v, readers in self.sends if stage in readers)
+
+    def values_from(self, stage: int) -> tuple[Value, ...]:
+        return tuple(v for s, v in self.receives if s == stage)
+
+
+Stages = tuple[StageProgram, ...]
+"""All stages of one micro-batch, those of other ranks included: both ends of a message read the same table."""
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """One output of the model.
+
+    Fields:  stage: that gives it. placement: how it lies on the micro-batches: P is summed, S is joined, I and R are
+             the same in each. flat: sizes of the parts of one rank's value, all micro-batches joined. shape, dtype: of
+             that value. grad: is it differentiable? shared: left where it lies, as a DTensor that is zero on the other
+             pipeline ranks, so that nothing is sent unasked. wrap: makes a DTensor of it.
+    """
+
+    stage: int
+    placement: Placement
+    flat: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+    shared: bool = False
+    wrap: Callable[[torch.Tensor], Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineProgram:
+    """All that one rank runs for one combination of inputs.
+
+    Fields:  stages: by micro-batch. run: (stage, micro-batch) -> its function, for this rank's stages. results: by
+             sink; constants: sinks that are no tensors; outputs: how many sinks there are. loss: the sink that a call
+             differentiates, None where the loss is computed outside. reductions: by parameter, the moves that are made
+             once for all micro-batches: (axis, from, to). owners: by parameter (or input that takes a gradient), the
+             pipeline ranks whose stages read it. forward_only: in eval mode.
+    """
+
+    sources: tuple[Source, ...]
+    stages: tuple[Stages, ...]
+    run: Mapping[tuple[int, int], Callable[..., tuple[Any, ...]]]
+    results: Mapping[int, Result]
+    outputs: int
+    loss: int | None
+    reductions: Mapping[str, tuple[tuple[str, str, str], ...]]
+    owners: Mapping[str, tuple[int, ...]]
+    constants: Mapping[int, Any]
+    forward_only: bool = False

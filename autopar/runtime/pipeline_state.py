@@ -1,0 +1,109 @@
+"""Parameters that lie on the stages of a pipeline, taken together: full state, and the norm of all gradients.
+
+torch's `clip_grad_norm_` sees the gradients of this rank's stages only, and would clip every stage by its own norm.
+What it calls for the norm is replaced by a function that adds up the stages, each shared parameter once; it is looked
+up at every call, so any way of importing `clip_grad_norm_` is served. Modules without stages get torch's own answer.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from autopar.runtime.parameters import whole_copy
+from autopar.runtime.process_mesh import Line
+
+
+def full_tensors_of_stages(
+    held: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    ties: Mapping[str, str],
+    owners: Mapping[str, tuple[int, ...]],
+    line: Line,
+) -> dict[str, torch.Tensor]:
+    """Every parameter whole, on every rank; ties stay one object. A collective call.
+
+    Args:    held: this rank's state by name. shapes, owners: by parameter, of the whole model. ties: alias -> name.
+    """
+    done: dict[str, torch.Tensor] = {}
+    for name in sorted(owners):
+        mine = held.get(name)
+        value = None
+        if mine is not None:
+            value = whole_copy(mine).contiguous()
+        source = line.ranks[owners[name][0]]
+        message: list[Any] = [value.dtype if value is not None else None]
+        dist.broadcast_object_list(message, source, group=line.group)
+        if value is None:
+            value = torch.empty(shapes[name], dtype=message[0], device=line.device_mesh.device_type)
+        if value.numel():
+            dist.broadcast(value, source, group=line.group)
+        done[name] = value
+    out = {name: done[ties.get(name, name)] for name in (*owners, *(a for a, n in ties.items() if n in owners))}
+    rest = {name: value.detach().clone() for name, value in held.items() if name not in out}
+    return {**out, **rest}
+
+
+class _StageNorm:
+    """The norm of the gradients of one pipelined module."""
+
+    def __init__(self, module: nn.Module, line: Line, owners: Mapping[str, tuple[int, ...]]) -> None:
+        self.module, self.line, self.owners = weakref.ref(module), line, owners
+
+    def gradients(self) -> dict[int, bool]:
+        """By id: is this gradient counted here? A shared parameter is counted by its first owner."""
+        module = self.module()
+        if module is None:
+            return {}
+        return {
+            id(p.grad): self.owners.get(n, (self.line.index,))[0] == self.line.index
+            for n, p in module.named_parameters()
+            if p.grad is not None
+        }
+
+    def total(self, grads: list[torch.Tensor], norm_type: float, *rest: Any) -> torch.Tensor:
+        mine = _TORCHS(grads, norm_type, *rest)
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        mine = mine.to(self.line.device_mesh.device_type)
+        known = [torch.empty((), dtype=torch.float64, device=mine.device) for _ in self.line.ranks]
+        dist.all_gather(known, mine.double(), group=self.line.group)
+        norms = torch.stack(known)
+        total = norms.max() if math.isinf(norm_type) else torch.linalg.vector_norm(norms, norm_type)
+        return total.to(mine.dtype if grads else torch.get_default_dtype())
+
+
+_TORCHS: Any = clip_grad._get_total_norm  # type: ignore[attr-defined]
+_MODULES: list[_StageNorm] = []
+
+
+def count_norms_over_stages(module: nn.Module, line: Line, owners: Mapping[str, tuple[int, ...]]) -> None:
+    """From now on `clip_grad_norm_` and `get_total_norm` of this module's gradients count all stages."""
+    _MODULES[:] = [m for m in _MODULES if m.module() is not None]
+    _MODULES.append(_StageNorm(module, line, owners))
+    clip_grad._get_total_norm = _total_norm  # type: ignore[attr-defined]
+
+
+def _total_norm(tensors: Any, norm_type: float = 2.0, *rest: Any, **more: Any) -> torch.Tensor:
+    grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    found = _module_of(grads)
+    if found is None:
+        return _TORCHS(grads, norm_type, *rest, **more)
+    counted = found.gradients()
+    return found.total([g for g in grads if counted.get(id(g), True)], float(norm_type), *rest, *more.values())
+
+
+def _module_of(grads: Iterable[torch.Tensor]) -> _StageNorm | None:
+    """The pipelined module whose gradients these are; a rank without any asks for the only one there is."""
+    wanted = {id(g) for g in grads}
+    alive = [m for m in _MODULES if m.module() is not None]
+    if not wanted:
+        return alive[0] if len(alive) == 1 else None
+    return next((m for m in alive if wanted & m.gradients().keys()), None)

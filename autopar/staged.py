@@ -1,0 +1,254 @@
+"""From decisions and a plan to a pipeline: the program of every micro-batch, cut into stages, ready to run.
+
+    shard (micro-batches as the outermost axis) -> microbatch -> stage -> [this rank's stages] -> run
+
+Enters: an analysis with decisions for the axes inside a stage, a plan with stages and a schedule. Leaves: a `Lowered`
+whose function runs the schedule. Micro-batches whose programs are equal share them. Refused: what `divide` and `Stage`
+refuse.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from autopar.compiled import Compiled
+from autopar.cost.hardware import Profile
+from autopar.dump import Dump
+from autopar.layout import I, Layout, Parts, S, local_parts
+from autopar.mesh import LogicalMesh
+from autopar.outputs import loss_of
+from autopar.passes.check import check_layouts
+from autopar.passes.microbatch import Divided, Microbatch, divide, with_microbatches
+from autopar.passes.shard import Shard
+from autopar.passes.stage import Stage, once_for_all
+from autopar.pipeline import Prepared, on_device
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.rules.analyse import value_of
+from autopar.rules.decisions import Decisions
+from autopar.runtime.module import Lowered
+from autopar.runtime.parameters import as_dtensor
+from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.pipeline_program import PipelineProgram, Result, StageProgram, Stages
+from autopar.runtime.process_mesh import ProcessMesh
+from autopar.schedule.build import build
+from autopar.solver.stages import stage_of_ops
+
+
+def is_staged(plan: Plan) -> bool:
+    """Does this plan run in micro-batches or stages?"""
+    return plan.degrees["pp"] > 1 or plan.microbatches > 1 or len(plan.stages) > 1
+
+
+@dataclass(frozen=True, eq=False)
+class Staging:
+    """What does not depend on the inputs: the plan, this rank's place, the backend."""
+
+    plan: Plan
+    inner: LogicalMesh
+    profile: Profile
+    mesh: ProcessMesh
+    backend: str = "eager"
+    gather: bool = False
+    """outputs="gather" or "shard": every output is differentiable."""
+
+
+def lower_stages(
+    staging: Staging,
+    prepared: Prepared,
+    decisions: Decisions,
+    batch: frozenset[int],
+    *,
+    recompute: Mapping[str, str] | None = None,
+    dump: Dump | None = None,
+) -> Lowered:
+    """The pipeline of this rank. batch: classes of parts that are the batch. recompute: level by block."""
+    return _Builder(staging, prepared, decisions, batch, recompute or {}, dump).build()
+
+
+def owners_of(plan: Plan, prepared: Prepared) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks that hold each parameter: those whose stages read it; the first one where none does."""
+    schedule = build(plan.schedule, plan.degrees["pp"], plan.virtual_stages, plan.microbatches)
+    stage_of = stage_of_ops(plan, prepared.program)
+    cut = Stage(stage_of, len(plan.stages)).run(prepared.program)
+    found: dict[str, set[int]] = {s.path: set() for s in prepared.program.sources if s.kind == "parameter"}
+    for stage in cut:
+        for source in stage.sources:
+            if source.kind == "parameter":
+                found[source.path].add(schedule.placement[stage.index])
+    return {path: tuple(sorted(ranks)) or (0,) for path, ranks in found.items()}
+
+
+class _Builder:
+    def __init__(
+        self,
+        staging: Staging,
+        prepared: Prepared,
+        decisions: Decisions,
+        batch: frozenset[int],
+        recompute: Mapping[str, str],
+        dump: Dump | None,
+    ) -> None:
+        self.staging, self.prepared, self.recompute, self.dump = staging, prepared, recompute, dump
+        self.analysis, self.plan = prepared.analysis, staging.plan
+        self.count = self.plan.microbatches
+        self.schedule = build(self.plan.schedule, self.plan.degrees["pp"], self.plan.virtual_stages, self.count)
+        self.mesh = with_microbatches(staging.inner, self.count)
+        self.divided = divide(self.analysis, decisions, staging.inner, batch, self.count)
+        self.wraps: dict[int, tuple[Parts, Layout]] = {}
+        self.decisions = replace(self.divided.decisions, outputs=dict(self.divided.decisions.outputs))
+        self.place_outputs(self.divided)
+        self.stage_of = stage_of_ops(self.plan, prepared.program)
+        self.reductions: dict[str, Any] | None = None
+        self.functions: dict[tuple[int, str], Callable[..., Any]] = {}
+
+    def build(self) -> Lowered:
+        first = self.local(0)
+        known: dict[int, Stages] = {0: self.cut(first)}
+        known[self.count - 1] = self.cut(self.local(self.count - 1))
+        middle = range(1, self.count - 1)
+        if len(middle) > 1:  # what depends on the place in the batch does so linearly: equal ends, equal middles
+            ends = [self.local(k) for k in (middle[0], middle[-1])]
+            if str(ends[0].graph) == str(ends[1].graph):
+                shared = self.cut(ends[0])
+                known |= dict.fromkeys(middle, shared)
+            else:
+                known |= {k: self.cut(p) for k, p in zip((middle[0], middle[-1]), ends, strict=True)}
+        stages = tuple(known[k] if k in known else self.cut(self.local(k)) for k in range(self.count))
+        run = {
+            (s, k): self.function(stages[k][s])
+            for k in range(self.count)
+            for s in range(len(self.plan.stages))
+            if self.schedule.placement[s] == self.rank
+        }
+        program = PipelineProgram(
+            sources=first.sources,
+            stages=stages,
+            run=run,
+            results=self.results(stages),
+            outputs=len(first.sinks),
+            constants=self.constants(first),
+            loss=None if self.staging.gather else loss_of(self.prepared.program, self.analysis.grads),
+            reductions=self.reductions or {},
+            owners=self.owners(stages),
+            forward_only=not first.training,
+        )
+        if self.dump is not None:
+            for stage in stages[0]:
+                self.dump.write("stage", stage.program)
+        sinks = {i: (*self.wraps[i], "plain") for i in program.results}
+        return Lowered(first, Pipeline(program, self.schedule, self.staging.mesh), sinks)
+
+    @property
+    def rank(self) -> int:
+        line = self.staging.mesh.line
+        return line.index if line is not None else 0
+
+    def local(self, microbatch: int) -> Program:
+        """The whole program of this rank's shards, for one micro-batch."""
+        at = (microbatch, *self.staging.mesh.coordinate)
+        program = Shard(self.analysis, self.decisions, self.mesh, self.staging.profile, at).run(self.prepared.program)
+        check_layouts(program, self.analysis, self.mesh, at, partial=1)
+        program, reductions = once_for_all(Microbatch(self.count, microbatch).run(program))
+        assert self.reductions in (None, reductions), "micro-batches reduce different parameters"
+        self.reductions = reductions
+        return replace(program, graph=on_device(program.graph, self.staging.mesh.device))
+
+    def cut(self, program: Program) -> Stages:
+        return Stage(self.stage_of, len(self.plan.stages)).run(program)
+
+    def function(self, stage: StageProgram) -> Callable[..., Any]:
+        key = (stage.index, str(stage.program.graph))
+        if key not in self.functions:
+            module = GraphModule(nn.Module(), stage.program.graph)
+            eager = self.staging.backend == "eager"
+            self.functions[key] = module if eager else Compiled(module, stage.program, self.recompute, self.dump)
+        return self.functions[key]
+
+    # outputs
+
+    def place_outputs(self, divided: Divided) -> None:
+        """Where a micro-batch's part of an output lies on the real axes, and what the joined one is called.
+
+        Joined rows of one rank are in the order (micro-batch, shard). Where all are of one size that is a strided
+        shard; otherwise the output is gathered over the axes that cut the batch.
+        """
+        inner = self.staging.inner
+        for i, value in self.sinks():
+            parts, (on_axis, *layout) = self.analysis.parts[value], self.decisions.outputs[i]
+            if on_axis.kind == "S" and any(p == on_axis for p in layout):
+                ranks = math.prod(n for n, p in zip(inner.sizes, layout, strict=True) if p == on_axis)
+                size = parts.flat[on_axis.part]
+                if size % (self.count * ranks) == 0:
+                    self.wraps[i] = _divided_part(parts, tuple(layout), on_axis.part, self.count)
+                    continue
+                layout = [I if p == on_axis else p for p in layout]
+                self.decisions.outputs[i] = (on_axis, *layout)  # type: ignore[index]
+            self.wraps[i] = (parts, tuple(layout))
+
+    def sinks(self) -> list[tuple[int, str]]:
+        leaves = pytree.tree_leaves(self.prepared.program.output.args[0])
+        return [(i, value_of(leaf)) for i, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+
+    def constants(self, program: Program) -> dict[int, Any]:
+        leaves = list(pytree.tree_leaves(self.prepared.program.output.args[0]))
+        return {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Node)}
+
+    def results(self, stages: Stages | tuple[Stages, ...]) -> dict[int, Result]:
+        stage_of = {sink: stage.index for stage in stages[0] for sink in stage.sinks}  # type: ignore[union-attr]
+        loss = None if self.staging.gather else loss_of(self.prepared.program, self.analysis.grads)
+        found = {}
+        for i, value in self.sinks():
+            parts, layout = self.analysis.parts[value], self.decisions.outputs[i][1:]
+            local = local_parts(parts, layout, self.staging.inner.sizes, self.staging.mesh.coordinate)
+            left = self.prepared.kinds[i] == "shard" and self.staging.mesh.device_mesh is not None
+            grad = self.analysis.grads[value] and self.prepared.program.sinks[i].kind == "user"
+            dtype = self.analysis.dtypes[value]
+            found[i] = Result(
+                stage=stage_of[i],
+                placement=self.divided.sinks[i],
+                flat=local.flat,
+                shape=local.shape,
+                dtype=dtype,
+                grad=grad,
+                shared=left and loss is not None and dtype != torch.bool,
+                wrap=self.wrap(i) if left else None,
+            )
+        return found
+
+    def wrap(self, sink: int) -> Callable[[torch.Tensor], Any]:
+        parts, layout = self.wraps[sink]
+        return lambda value: as_dtensor(value, parts, layout, self.staging.mesh)
+
+    def owners(self, stages: tuple[Stages, ...]) -> dict[str, tuple[int, ...]]:
+        found: dict[str, set[int]] = {}
+        for stage, source in ((at, s) for at in stages[0] for s in at.sources):
+            if source.kind == "parameter":
+                found.setdefault(source.path, set()).add(self.schedule.placement[stage.index])
+        everywhere = tuple(range(self.schedule.ranks))
+        inputs = {
+            s.path: everywhere
+            for s in self.prepared.program.sources
+            if s.kind == "input" and self.analysis.grads[s.node]
+        }
+        return {path: tuple(sorted(ranks)) for path, ranks in found.items()} | inputs
+
+
+def _divided_part(parts: Parts, layout: Layout, part: int, count: int) -> tuple[Parts, Layout]:
+    """The same dims with `part` seen as (count, rest), of which the layout cuts the rest."""
+    dims, at = [], 0
+    for dim in parts.dims:
+        sizes = [(count, n // count) if at + j == part else (n,) for j, n in enumerate(dim)]
+        dims.append(tuple(itertools.chain(*sizes)))
+        at += len(dim)
+    moved = tuple(S(p.part + (p.part >= part)) if p.kind == "S" else p for p in layout)
+    return Parts(tuple(dims)), moved

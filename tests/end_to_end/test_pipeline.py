@@ -1,0 +1,60 @@
+"""Pipelines train like one device, in float64: losses, norms of clipped gradients, gradients, parameters after three
+AdamW steps, whatever the cut, the schedule, the micro-batches and what lies inside the stages.
+"""
+
+from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.end_to_end.pipeline import run_cases
+
+BOUND = 1e-9
+LOWER = {"hf-gpt2": 1e-6, "hf-llama": 1e-6}
+
+TWO = [
+    ["gpt", "2", 8, {"pin": {"pp": 2, "microbatches": 4}}],
+    ["gpt-tied", "2", 8, {"pin": {"pp": 2, "microbatches": 3, "schedule": "gpipe"}}],
+    ["mixed", "2", 8, {"pin": {"pp": 2, "microbatches": 8}}],
+]
+FOUR = [
+    ["gpt", "4", 8, {"pin": {"pp": 4, "microbatches": 3}}],
+    ["gpt", "2x2", 8, {"pin": {"pp": 2, "tp": 2, "microbatches": 2}}],
+    ["gpt", "4", 8, {"pin": {"pp": 2, "dp": 2, "microbatches": 2}}],
+    ["gpt-tied", "2x2", 8, {"pin": {"pp": 2, "zero": 3, "dp": 2, "microbatches": 3}}],
+]
+
+
+def check(case, found):
+    model, _, _, options = case
+    bound = LOWER.get(model, BOUND)
+    for rank, result in enumerate(found):
+        where = f"{case}, rank {rank}"
+        assert "refused" not in result, f"{where}: {result['refused']}"
+        assert max(*result["losses"], *result["norms"], result["eval"]) <= bound, f"{where}: {result}"
+        for what in ("grads", "params"):
+            worst = max(result[what], key=result[what].get)
+            allowed = 1e-4 if model in LOWER and what == "params" else bound
+            assert result[what][worst] <= allowed, f"{where}: {what} {worst}: {result[what][worst]:.2e}"
+        assert result["degrees"]["pp"] == options["pin"]["pp"]
+        assert result["held"] < len(result["grads"]), f"{where}: holds all parameters"
+
+
+def check_all(cases, world, timeout_s):
+    preload = (*CAPTURE, "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
+    target = "tests.end_to_end.pipeline:run_cases"
+    results = run_ranks_local(target, world, {"cases": cases}, timeout_s, preload=preload)
+    for case, *found in zip(cases, *results, strict=True):
+        check(case, found)
+
+
+def test_two_ranks():
+    check_all(TWO, 2, 250)
+
+
+def test_four_ranks():
+    check_all(FOUR, 4, 280)
+
+
+def test_micro_batches_on_one_device():
+    """With one stage, micro-batches are accumulation inside the call."""
+    (found,) = run_cases({"cases": [["gpt", "1", 8, {"pin": {"microbatches": 3}}]]})
+    assert "refused" not in found, found
+    assert max(found["losses"]) <= BOUND
+    assert max(found["grads"].values()) <= BOUND
