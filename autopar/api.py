@@ -15,6 +15,7 @@ from autopar.capture import example_of
 from autopar.errors import PlanError
 from autopar.pipeline import Prepared, carry_out, choose, dump_plan, prepare
 from autopar.plan import Plan
+from autopar.precision import check_device, masters, skeleton
 from autopar.request import Request, make_request, topology_of
 from autopar.runtime.check import agree, digest, share, together
 from autopar.runtime.module import ParallelModule
@@ -104,6 +105,8 @@ def parallelize(
             layouts, e.g. `{"*.up_proj.weight": {"tp": "S(0)"}}`.
         memory: bytes usable per device (`"70GiB"` or an int); default: the device's, less a reserve.
         optimizer: what the memory model must hold: "adamw", "sgd", "none", or bytes a parameter.
+        precision: "fp32", "bf16", "fp16" (compute in it, fp32 master weights and reduction) or a
+            `torch.distributed.fsdp.MixedPrecisionPolicy`.
         outputs: "auto": a model that returns a loss gives its scalars as plain tensors and its other tensors as
             DTensors, a model without one plain global
             tensors; "gather": all plain and global; "shard": all DTensors.
@@ -127,11 +130,7 @@ def parallelize(
         request = make_request(
             mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir
         )
-        if request.settings.precision not in (None, "fp32"):
-            raise PlanError(
-                f"precision={precision!r}: this version plans in mixed precision but runs in the model's own; cast "
-                "the model, e.g. model.bfloat16()"
-            )
+        check_device(request.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         if request.backend == "eager":
             if request.settings.pins.recompute not in (None, "none"):
                 raise PlanError(
@@ -191,8 +190,11 @@ def _prepare(
     tell: Callable[[str], None],
 ) -> Prepared:
     args, made = example_of(model, args, kwargs)
-    return prepare(
-        model,
+    precision = request.precision
+    if precision is not None:
+        args, made = precision.inputs((args, made))
+    prepared = prepare(
+        model if precision is None else skeleton(model, precision),
         args,
         made,
         name=type(model).__name__,
@@ -202,6 +204,9 @@ def _prepare(
         dump=request.dump,
         progress=tell,
     )
+    if precision is not None:
+        prepared.program.state.update(masters(model, prepared.program.state, precision))
+    return prepared
 
 
 def _plan_of(

@@ -4,7 +4,6 @@ inputs.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,14 +15,17 @@ from torch import nn
 from autopar.dump import Dump
 from autopar.lifetime import gather_once
 from autopar.mesh import with_pipeline
+from autopar.passes.cast import Cast
 from autopar.pipeline import Prepared, carry_out, lower, prepare
 from autopar.plan import Plan
+from autopar.precision import skeleton
 from autopar.request import Request
 from autopar.rules.decisions import Decisions
 from autopar.runtime.check import agree, digest
 from autopar.runtime.module import Lowered, ParallelModule, draws_numbers
 from autopar.runtime.parameters import OLD_PARAMETERS, shard_parameter
 from autopar.runtime.process_mesh import ProcessMesh, connect, connect_pipeline
+from autopar.runtime.zero import Lifetime
 from autopar.solver.decide import degrees
 from autopar.solver.report import mesh_of
 from autopar.solver.search import Found
@@ -46,12 +48,12 @@ def build_module(
         agree({"plan": digest(chosen.digest), "decisions": digest(decided)}, mesh.device)
     state, persistent, shards = _shard_state(prepared, decisions.sources, mesh, owners)
     OLD_PARAMETERS.add(p for p in model.parameters())
-    lowering = _Lowering(skeleton(model), prepared, request, chosen, mesh)
+    lowering = _Lowering(skeleton(model, request.precision), prepared, request, chosen, mesh)
     lowering.first = lowering.lowered(prepared, found, decisions, request.dump)
     _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)
     batch_axes = tuple(a.name for a, role in zip(logical.axes, roles, strict=True) if role == "dp")
     module = ParallelModule(
-        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program), accumulate,
+        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program), request.precision, accumulate,
         owners,
     )  # fmt: skip
     return module.train(model.training)
@@ -81,18 +83,6 @@ def _shard_state(
     return state, persistent, shards
 
 
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of the module to capture again later; its parameters have shapes and devices but no memory."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        if p.is_meta:
-            continue
-        empty = torch.empty_like(p.detach())
-        empty.untyped_storage().resize_(0)
-        memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
-    return copy.deepcopy(model, memo)
-
-
 class _Lowering:
     """Lower for a combination of inputs; the first one is ready, others are captured again and take the same plan."""
 
@@ -101,6 +91,8 @@ class _Lowering:
         self.prepared: Prepared | None = prepared
         self.first: Lowered | None = None
         self.kinds = prepared.kinds
+        state = prepared.program.state
+        self.stored = {s.path: state[s.path].dtype for s in prepared.program.sources if s.kind == "parameter"}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Lowered:
         first, self.first = self.first, None
@@ -124,6 +116,7 @@ class _Lowering:
         levels = {b: self.plan.recompute.get(c.name, "none") for c in prepared.program.classes for b in c.blocks}
         zero = {name: entry["zero"] for name, entry in self.plan.params.items()}
         decisions, lifetimes = gather_once(prepared.analysis, decisions, zero)
+        cast, lifetimes = self.cast(lifetimes)
         if is_staged(self.plan):
             staging = Staging(
                 self.plan, found.mesh, self.request.profile, self.mesh, self.request.backend,
@@ -141,9 +134,19 @@ class _Lowering:
             self.mesh.device,
             backend=self.request.backend,
             recompute=levels,
+            cast=cast,
             dump=dump,
         )
         return replace(lowered, lifetimes=lifetimes)
+
+    def cast(self, lifetimes: dict[str, Lifetime]) -> tuple[Cast | None, dict[str, Lifetime]]:
+        """Where parameters are cast: those with a lifetime when they are gathered, the others in the program."""
+        precision = self.request.precision
+        if precision is None or precision.reduce is None:
+            return None, lifetimes
+        read = {path: precision.computed(dtype) for path, dtype in self.stored.items()}
+        known = {path: replace(life, dtypes=(read[path], precision.reduce)) for path, life in lifetimes.items()}
+        return Cast({**self.stored, **{path: read[path] for path in known}}, precision.reduce), known
 
     def _matches(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> bool:
         """Was the first program captured from inputs like these?"""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from autopar.capture.explain import is_user_file
 from autopar.dump import Dump
 from autopar.dump_lowered import backward_text, forward_text
 from autopar.passes.lower import Graphs, Partition, lower_to_graphs
-from autopar.passes.merge_collectives import MergeCollectives, Overlap
+from autopar.passes.merge_collectives import MergeCollectives, MergeGathers
+from autopar.passes.overlap import Overlap, Prefetch
 from autopar.program import Program, record
 from autopar.user_function import op_text
 
-PASSES = (MergeCollectives().run, Overlap().run)
+PASSES = (MergeCollectives().run, MergeGathers().run, Overlap().run, Prefetch().run)
 """What is done to each of the two graphs, in this order."""
 
 
@@ -53,7 +55,8 @@ class Compiled:
             with warnings.catch_warnings():
                 # anomaly mode, in which AOTAutograd traces, tells of a refusal in a warning of many lines
                 warnings.filterwarnings("ignore", "Error detected in")
-                results = run(*values)
+                with _unobserved():
+                    results = run(*values)
         except Exception as error:
             if len(self.graphs) > made:  # it was lowered: the error is one of running it
                 raise
@@ -68,6 +71,11 @@ class Compiled:
         if self.dump is not None:
             for which, text in (("forward", forward_text), ("backward", backward_text)):
                 self.dump.write(f"lower_{which}", None, extra=text(graphs, self.program, self.dump.axes))
+
+
+def _unobserved() -> AbstractContextManager[Any]:
+    """Without the user's dispatch modes (a flop counter, a memory tracker): traced under one, ops fall into others."""
+    return getattr(torch.utils._python_dispatch, "_disable_current_modes", nullcontext)()
 
 
 class _Following(Interpreter):

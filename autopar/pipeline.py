@@ -25,6 +25,7 @@ from autopar.dump import Dump
 from autopar.layout import I, Layout, Parts
 from autopar.mesh import LogicalMesh, Mesh, factor_axes, inside_stage
 from autopar.outputs import output_kinds
+from autopar.passes.cast import Cast
 from autopar.passes.check import check_layouts
 from autopar.passes.normalize import Normalize
 from autopar.passes.shard import Shard
@@ -154,14 +155,19 @@ def lower(
     *,
     backend: str = "eager",
     recompute: Mapping[str, str] | None = None,
+    cast: Cast | None = None,
     dump: Dump | None = None,
 ) -> Lowered:
-    """The program of one rank, ready to run. recompute: level by block, for backends that lower."""
+    """The program of one rank, ready to run. recompute: level by block, for backends that lower. cast: the pass that
+    reads stored parameters in another dtype."""
     program = Shard(prepared.analysis, decisions, mesh, profile, coordinate).run(prepared.program)
     if dump is not None:
         dump.axes = tuple(a.name for a in mesh.axes)
         dump.write("shard", program)
     check_layouts(program, prepared.analysis, mesh, coordinate)
+    if cast is not None:
+        program = cast.run(program)
+        _write(dump, "cast", program)
     graph = on_device(program.graph, device)
     program, eager = replace(program, graph=graph), GraphModule(nn.Module(), graph)
     run = eager if backend == "eager" else Compiled(eager, program, recompute or {}, dump)

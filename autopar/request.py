@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from autopar.cost.hardware import Profile, load_profile
@@ -20,6 +19,7 @@ from autopar.dump import Dump
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.pins import Pins, parse_pins
+from autopar.precision import Precision, parse_precision
 from autopar.solver.settings import Settings
 
 BACKENDS = ("auto", "eager", "aot", "inductor")
@@ -40,7 +40,8 @@ class Request:
     """Where every stage is written; on rank 0 only, and logged everywhere."""
     backend: str = "eager"
     recompute: tuple[str, ...] = RECOMPUTE
-    """Levels of recomputation that may be chosen: `parallelize` can run "none" only."""
+    """Levels of recomputation that may be chosen; of the eager backend "none" only."""
+    precision: Precision | None = None
 
 
 def make_request(
@@ -67,9 +68,11 @@ def make_request(
     pins = parse_pins({**pinned, **(pin or {})})
     profile = load_profile(topology.device)
     check_data_axis(pins, topology)
-    settings = Settings(pins, usable_bytes(profile, memory), optimizer, precision_name(precision), batch_dims)
-    kind = "eager" if backend == "auto" else backend
-    return Request(topology, profile, settings, outputs, strict, discover, _dump(dump_dir), kind)
+    asked = parse_precision(precision)
+    name = asked.name if asked is not None else None
+    settings = Settings(pins, usable_bytes(profile, memory), optimizer, name, batch_dims)
+    kind = "aot" if backend == "auto" else backend
+    return Request(topology, profile, settings, outputs, strict, discover, _dump(dump_dir), kind, precision=asked)
 
 
 def _dump(directory: str | None) -> Dump | None:
@@ -97,16 +100,3 @@ def topology_of(mesh: Any) -> tuple[Mesh, dict[str, int]]:
     if hasattr(mesh, "mesh_dim_names"):
         return Mesh.from_device_mesh(mesh)
     raise MeshError(f"a mesh is an autopar.Mesh or a torch DeviceMesh, not {type(mesh).__name__}")
-
-
-def precision_name(precision: Any) -> str | None:
-    """ "fp32", "bf16" or "fp16" of a name or a `MixedPrecisionPolicy`. Raises: PlanError."""
-    if precision is None or isinstance(precision, str):
-        if precision not in (None, "fp32", "bf16", "fp16"):
-            raise PlanError(f"precision={precision!r}: must be fp32, bf16, fp16 or a MixedPrecisionPolicy")
-        return precision
-    dtype = getattr(precision, "param_dtype", None)
-    names = {None: None, torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    if not hasattr(precision, "param_dtype") or dtype not in names:
-        raise PlanError(f"precision={precision!r}: must be fp32, bf16, fp16 or a MixedPrecisionPolicy")
-    return names[dtype]

@@ -24,6 +24,7 @@ TIERS = (
         "mesh",
         "program",
         "plan",
+        "precision",
         "schema",
         "plan_table",
         "console",

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import RuntimeMismatchError
 from autopar.layout import Layout, Parts, shard_of
 from autopar.plan import Plan
+from autopar.precision import Precision
 from autopar.program import OutputRef, Program
 from autopar.runtime.check import digest, same_everywhere, share, value_digest
 from autopar.runtime.moves import use_groups
@@ -71,6 +72,7 @@ class ParallelModule(nn.Module):
         shards: Mapping[str, tuple[Parts, Layout]],
         batch_axes: tuple[str, ...],
         random: bool = False,
+        precision: Precision | None = None,
         accumulate: int = 1,
         owners: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
@@ -83,6 +85,7 @@ class ParallelModule(nn.Module):
         self._mesh, self._lower, self._shards, self._batch_axes = mesh, lower, shards, batch_axes
         self._cache: dict[Any, Lowered] = {}
         self._first = True
+        self._precision = precision or Precision()
         self._wholes = Wholes(mesh, accumulate)
         self._random = random
         self._draws = Draws(
@@ -105,6 +108,7 @@ class ParallelModule(nn.Module):
         self._agree(leaves, spec)
         leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
         leaves = [leaf.to(self._mesh.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        leaves = self._precision.inputs(leaves)
         lowered = self._lowered(leaves, spec)
         program = lowered.program
         inputs = iter([leaf for leaf, tensor in zip(leaves, program.in_tensors, strict=True) if tensor])
@@ -161,7 +165,7 @@ class ParallelModule(nn.Module):
 
     def _output(self, lowered: Lowered, results: tuple[Any, ...], ref: OutputRef) -> Any:
         parts, layout, kind = lowered.sinks[ref.index]
-        value = results[ref.index]
+        value = self._precision.outputs(results[ref.index])
         return (
             as_dtensor(value, parts, layout, self._mesh)
             if kind == "shard" and self._mesh.device_mesh is not None

@@ -28,6 +28,9 @@ _reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduc
 Uncut = tuple[tuple[int, ...], ...]
 """Parts of each dim as this rank would see them if the axis of the move did not cut."""
 
+Steps = tuple[tuple[str, str, str, Uncut], ...]
+"""Moves one after another: axis, source, target, uncut."""
+
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
@@ -71,6 +74,17 @@ def move(x: torch.Tensor, axis: str, source: str, target: str, uncut: Uncut = ()
     return _Move.apply(x, axis, source, target, uncut)
 
 
+def load(x: torch.Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, steps: Steps) -> torch.Tensor:
+    """A stored parameter as the program reads it: cast, then moved step by step.
+
+    Args:
+        dtype: what the result is in, and what is sent. reduce_dtype: what the gradient is reduced in.
+        steps: (axis, source, target, uncut) of each move, as in `move`; may be empty.
+    Returns: a fresh tensor; its gradient comes back in the dtype of `x`.
+    """
+    return _Load.apply(x, dtype, reduce_dtype, steps)
+
+
 def max_over(x: torch.Tensor, axis: str) -> torch.Tensor:
     """Elementwise maximum over the ranks of an axis; carries no gradient."""
     with torch.no_grad():
@@ -87,6 +101,27 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         group, source, target, uncut = ctx.move
         return transfer(grads[0], group, gradient_of(target), gradient_of(source), uncut), None, None, None, None
+
+
+class _Load(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, steps: Steps
+    ) -> torch.Tensor:
+        ctx.moves = [(_GROUPS[axis], source, target, uncut) for axis, source, target, uncut in steps]
+        ctx.dtypes = x.dtype, reduce_dtype
+        x = x.to(dtype) if x.dtype != dtype or ctx.moves else x.clone()
+        for step in ctx.moves:
+            x = transfer(x, *step)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        dtype, reduce_dtype = ctx.dtypes
+        grad = grads[0].to(reduce_dtype) if ctx.moves else grads[0]
+        for group, source, target, uncut in reversed(ctx.moves):
+            grad = transfer(grad, group, gradient_of(target), gradient_of(source), uncut)
+        return grad.to(dtype), None, None, None
 
 
 def gradient_of(placement: str) -> str:

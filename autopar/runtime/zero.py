@@ -39,6 +39,8 @@ class Lifetime:
     read: Layout
     """R (I without a gradient) on the axes that are gathered, else as stored."""
     level: int
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None
+    """Under mixed precision: what is gathered and read, and what gradients are added up and reduced in."""
 
 
 class Wholes:
@@ -90,6 +92,7 @@ class Whole:
         if self.value is None or self.key != key:
             with torch.inference_mode(False), torch.no_grad():  # kept for training, whatever this call is
                 value = shard.detach()
+                value = value.to(self.lifetime.dtypes[0]) if self.lifetime.dtypes else value
                 for axis, part, uncut in self.steps:
                     value = transfer(value, self.owner.mesh.groups[axis], f"S{part}", "R", uncut)
             self.value, self.key = value, key
@@ -97,6 +100,7 @@ class Whole:
 
     def reduced(self, gradient: torch.Tensor, sync: bool) -> torch.Tensor:
         """The shard's gradient; zeros where it is held back."""
+        gradient = gradient.to(self.lifetime.dtypes[1]) if self.lifetime.dtypes else gradient
         if self.lifetime.level != 1:
             return self.scatter(gradient)
         self.gradient = gradient.clone() if self.gradient is None else self.gradient.add_(gradient)
@@ -122,12 +126,12 @@ class Whole:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, whole: Whole) -> torch.Tensor:
-        ctx.whole, ctx.sync = whole, whole.owner.sync
+        ctx.whole, ctx.sync, ctx.dtype = whole, whole.owner.sync, shard.dtype
         return whole.gathered(shard).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.whole.reduced(grads[0], ctx.sync), None
+        return ctx.whole.reduced(grads[0], ctx.sync).to(ctx.dtype), None
 
 
 def _steps(mesh: ProcessMesh, lifetime: Lifetime) -> Sequence[tuple[str, int, tuple[tuple[int, ...], ...]]]:

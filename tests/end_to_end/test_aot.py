@@ -52,13 +52,13 @@ def test_data_parallel_gradients_are_one_bucket(two):
     assert "reduce_scatter_tensor" not in two["dp"][0]["backward"]
 
 
-def test_zero_gathers_in_both_graphs_and_scatters_gradients(two):
-    """Each of 27 parameters, save the smallest, is gathered in both; its gradient is scattered."""
+def test_zero_gathers_each_block_in_both_graphs_and_scatters_gradients_in_one_bucket(two):
+    """Of 27 parameters; two layers, what stands before and after them, and some activations."""
     found = two["zero"][0]
     assert found["zero"] == 3
-    assert found["forward"]["all_gather_into_tensor"] >= 25
-    assert found["backward"]["all_gather_into_tensor"] >= 20
-    assert found["backward"]["reduce_scatter_tensor"] >= 25
+    assert 4 <= found["forward"]["all_gather_into_tensor"] <= 10
+    assert 3 <= found["backward"]["all_gather_into_tensor"] <= 10
+    assert 1 <= found["backward"]["reduce_scatter_tensor"] <= 6
 
 
 def test_recomputing_saves_less(two):

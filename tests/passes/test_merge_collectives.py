@@ -4,8 +4,18 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.passes.merge_collectives import ALL_REDUCE, WAIT, MergeCollectives, Overlap
-from autopar.runtime.moves import move
+from autopar.passes.merge_collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    MergeCollectives,
+    MergeGathers,
+    early_gathers,
+)
+from autopar.program import Record, set_record
+from autopar.runtime.moves import load, move
+from tests.golden_files import check_golden
 from tests.passes.local_group import one_rank
 
 
@@ -77,17 +87,79 @@ def test_what_the_graph_reads_is_not_held_back():
         torch.testing.assert_close(got, wanted)
 
 
-def test_waits_stand_before_the_first_reader():
-    def early(a, b):
-        x = reduced(a)
-        y = b.exp().sin()
-        return x.cos(), y
+def scattered(x, dtype=torch.float32):
+    """A shard's gradient, reduced in float32 and handed back in `dtype`."""
+    return move(x.float(), "dp", "P", "S0", tuple((n,) for n in x.shape)).to(dtype)
 
-    module = Overlap().run(traced(early, *VALUES[:2]))
-    order = [n for n in module.graph.nodes if n.op != "placeholder"]
-    wait = next(n for n in order if n.target is WAIT)
-    at = order.index(wait)
-    assert order[at + 1] in wait.users
-    assert any("sin" in str(n.target) for n in order[:at]), "the wait stands before work that does not need it"
-    for got, wanted in zip(module(*VALUES[:2]), early(*VALUES[:2]), strict=True):
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_reduce_scatters_are_joined_through_views_and_casts(dtype):
+    def fn(a, b, c):
+        return scattered(a * 2, dtype), b.exp().sum(), scattered(b.sin(), dtype), scattered(c, dtype)
+
+    module = MergeCollectives().run(traced(fn, *VALUES))
+    assert count(module, REDUCE_SCATTER) == count(module, WAIT) == 1
+    assert_equal(module, fn, VALUES)
+
+
+def gathered(x):
+    return move(x, "dp", "S0", "R", tuple((n,) for n in x.shape))
+
+
+def blocks(x, *weights):
+    """Two blocks, two weights each, cast before they are gathered."""
+    for w, v in (weights[:2], weights[2:]):
+        x = (x @ load(w, torch.float64, torch.float64, (("dp", "S0", "R", ((4,), (4,))),))).sin()
+        x = x + load(v, torch.float64, torch.float64, (("dp", "S0", "R", ((4,),)),))
+    return x
+
+
+WEIGHTS = torch.randn(3, 4).double(), torch.randn(4, 4), torch.randn(4), torch.randn(4, 4), torch.randn(4)
+
+
+def in_blocks(module):
+    """Records as the pipeline leaves them: the first two gathers are of block 0."""
+    seen = 0
+    for node in module.graph.nodes:
+        seen += node.target is ALL_GATHER
+        if node.op == "call_function":
+            set_record(node, Record(op=node.name, block=f"layers.{max(seen - 1, 0) // 2}"))
+    return module
+
+
+def test_the_gathers_of_a_block_are_joined():
+    module = in_blocks(traced(blocks, *WEIGHTS))
+    assert len(early_gathers(module.graph)) == 4
+    merged = MergeGathers().run(module)
+    assert count(merged, ALL_GATHER) == count(merged, WAIT) == 2
+    assert_equal(merged, blocks, WEIGHTS)
+
+
+def test_golden_gathers(request):
+    merged = MergeGathers().run(in_blocks(traced(blocks, *WEIGHTS)))
+    lines = [n.format_node() for n in merged.graph.nodes if n.op == "call_function"]
+    check_golden(request, "merge_gathers_of_two_blocks", "\n".join(lines))
+
+
+def test_a_full_bucket_is_closed():
+    """48 bytes of the first weight fill a bucket."""
+    merged = MergeGathers(bucket_bytes=48).run(in_blocks(traced(blocks, *WEIGHTS)))
+    assert count(merged, ALL_GATHER) == 4
+    assert_equal(merged, blocks, WEIGHTS)
+
+
+def test_what_is_computed_first_is_gathered_alone():
+    def fn(x, y):
+        return gathered(x.sin()), gathered(y.cos()), gathered(x), gathered(y)
+
+    module = traced(fn, *VALUES[:2])
+    assert len(early_gathers(module.graph)) == 2
+    merged = MergeGathers().run(module)
+    assert count(merged, ALL_GATHER) == 3
+    assert_equal(merged, fn, VALUES[:2])
+
+
+def assert_equal(module, fn, values):
+    for got, wanted in zip(module(*values), fn(*values), strict=True):
+        assert got.shape == wanted.shape
         torch.testing.assert_close(got, wanted)

@@ -1,0 +1,52 @@
+"""Start collectives early and wait for them late, so that they run beside the computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from autopar.passes.merge_collectives import WAIT, early_gathers, only_wait, start_of
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Wait for a collective just before its result is first read.
+
+    Input:   %a = all_reduce(%x) ; %w = wait(%a) ; %m = mm(...) ; %y = add(%w, %m)
+    Output:  %a = all_reduce(%x) ; %m = mm(...) ; %w = wait(%a) ; %y = add(%w, %m)
+    Refuses: nothing; order on one group never changes.
+    """
+
+    def run(self, module: GraphModule) -> GraphModule:
+        order = {n: i for i, n in enumerate(module.graph.nodes)}
+        for node in [n for n in module.graph.nodes if n.target is WAIT]:
+            users = sorted(node.users, key=order.__getitem__)
+            if users and users[0] is not node.next:
+                users[0].prepend(node)
+        module.graph.lint()
+        module.recompile()
+        return module
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Gather the next block's parameters during this one: start each gather before the one before it is waited for.
+
+    Input:   %a = all_gather(%w0) ; %b = wait(%a) ; ... block 0 ... ; %c = all_gather(%w1) ; %d = wait(%c)
+    Output:  %a = all_gather(%w0) ; %c = all_gather(%w1) ; %b = wait(%a) ; ... block 0 ... ; %d = wait(%c)
+    Refuses: shards that the graph has to compute first. `ahead` gathers more are in memory at a time.
+    """
+
+    ahead: int = 1
+
+    def run(self, module: GraphModule) -> GraphModule:
+        gathers = early_gathers(module.graph)
+        for i, gather in enumerate(gathers[1:], 1):
+            wait = only_wait(gathers[max(i - self.ahead, 0)])
+            if wait is not None:
+                for node in start_of(gather):
+                    wait.prepend(node)
+        module.graph.lint()
+        module.recompile()
+        return module

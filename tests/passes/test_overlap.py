@@ -1,0 +1,62 @@
+"""passes/overlap.py: waits as late as they may stand, gathers one ahead of the computation, the same numbers."""
+
+import pytest
+import torch
+
+from autopar.passes.merge_collectives import ALL_GATHER, WAIT, MergeGathers
+from autopar.passes.overlap import Overlap, Prefetch
+from tests.golden_files import check_golden
+from tests.passes.local_group import one_rank
+from tests.passes.test_merge_collectives import VALUES, WEIGHTS, assert_equal, blocks, in_blocks, reduced, traced
+
+
+@pytest.fixture(autouse=True)
+def _group(tmp_path):
+    with one_rank(tmp_path, "dp", "tp"):
+        yield
+
+
+def test_waits_stand_before_the_first_reader():
+    def early(a, b):
+        x = reduced(a)
+        y = b.exp().sin()
+        return x.cos(), y
+
+    module = Overlap().run(traced(early, *VALUES[:2]))
+    order = [n for n in module.graph.nodes if n.op != "placeholder"]
+    wait = next(n for n in order if n.target is WAIT)
+    at = order.index(wait)
+    assert order[at + 1] in wait.users
+    assert any("sin" in str(n.target) for n in order[:at]), "the wait stands before work that does not need it"
+    for got, wanted in zip(module(*VALUES[:2]), early(*VALUES[:2]), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def order_of(module):
+    """S for the start of a gather, W for a wait, . for other work, in order."""
+    marks = {ALL_GATHER: "S", WAIT: "W", torch.ops.aten.sin.default: "."}
+    return "".join(marks.get(n.target, "") for n in module.graph.nodes)
+
+
+def test_each_gather_starts_before_the_one_before_it_is_waited_for():
+    module = Overlap().run(in_blocks(traced(blocks, *WEIGHTS)))
+    assert order_of(module) == "SW.SWSW.SW"
+    ahead = Prefetch().run(module)
+    assert order_of(ahead) == "SSW.SWSW.W"
+    assert_equal(ahead, blocks, WEIGHTS)
+
+
+def test_the_next_block_is_gathered_during_this_one(request):
+    module = Overlap().run(MergeGathers().run(in_blocks(traced(blocks, *WEIGHTS))))
+    assert order_of(module) == "SW.SW."
+    ahead = Prefetch().run(module)
+    assert order_of(ahead) == "SSW.W."
+    assert_equal(ahead, blocks, WEIGHTS)
+    lines = [n.format_node() for n in ahead.graph.nodes if n.op == "call_function"]
+    check_golden(request, "prefetch_two_blocks", "\n".join(lines))
+
+
+def test_further_ahead():
+    module = Prefetch(ahead=3).run(Overlap().run(in_blocks(traced(blocks, *WEIGHTS))))
+    assert order_of(module) == "SSSSW.WW.W"
+    assert_equal(module, blocks, WEIGHTS)
