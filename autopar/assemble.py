@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.dump import Dump
+from autopar.errors import PlanError
 from autopar.lifetime import gather_once
 from autopar.mesh import with_pipeline
 from autopar.passes.cast import Cast
@@ -53,8 +54,8 @@ def build_module(
     _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)
     batch_axes = tuple(a.name for a, role in zip(logical.axes, roles, strict=True) if role == "dp")
     module = ParallelModule(
-        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program), request.precision, accumulate,
-        owners,
+        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program),
+        request.precision, accumulate, owners,
     )  # fmt: skip
     return module.train(model.training)
 
@@ -118,6 +119,11 @@ class _Lowering:
         decisions, lifetimes = gather_once(prepared.analysis, decisions, zero)
         cast, lifetimes = self.cast(lifetimes)
         if is_staged(self.plan):
+            if cast is not None:
+                raise PlanError(
+                    f"precision={self.request.settings.precision!r}: pipelines and micro-batches run in the model's own dtype in this version; "
+                    "cast the model, e.g. model.bfloat16(), or leave out pp and microbatches"
+                )
             staging = Staging(
                 self.plan, found.mesh, self.request.profile, self.mesh, self.request.backend,
                 self.request.outputs != "auto",

@@ -105,9 +105,7 @@ class _Move(torch.autograd.Function):
 
 class _Load(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, steps: Steps
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, steps: Steps) -> torch.Tensor:
         ctx.moves = [(_GROUPS[axis], source, target, uncut) for axis, source, target, uncut in steps]
         ctx.dtypes = x.dtype, reduce_dtype
         x = x.to(dtype) if x.dtype != dtype or ctx.moves else x.clone()
