@@ -1,4 +1,4 @@
-"""The command line: `autopar plan|show|verify|dump|demo|models`.
+"""The command line: `autopar plan|show|verify|dump|demo|models|validate`.
 
 Enters: arguments. Leaves: a table, or with --json one JSON document and nothing else, on standard output; exit status
 0 done, 1 an error of ours or a comparison that failed (one line on standard error, a traceback only with --debug),
@@ -184,7 +184,23 @@ def models(args: argparse.Namespace) -> Outcome:
     return Outcome(rows, table)
 
 
-COMMANDS = {"plan": plan, "show": show, "verify": verify, "dump": dump, "demo": demo, "models": models}
+def validate(args: argparse.Namespace) -> Outcome:
+    """`autopar validate FILES`: published runs, predicted and compared."""
+    from autopar import validate as published
+
+    data = published.report(args.files)
+    return Outcome(data, None if args.json else published.table(data, rows=not args.summary))
+
+
+COMMANDS = {
+    "plan": plan,
+    "show": show,
+    "verify": verify,
+    "dump": dump,
+    "demo": demo,
+    "models": models,
+    "validate": validate,
+}
 
 
 def _mesh(args: argparse.Namespace) -> Mesh:

@@ -119,6 +119,10 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], Any]], ver
     option("--timeout", type=_positive, default=600, metavar="SECONDS", help="(default: %(default)s)")
 
     add("models", "list the zoo with its sizes")
+
+    option = add("validate", "predict published training runs and print the errors")
+    option("files", nargs="+", metavar="FILE", help="published runs, .yaml or .csv")
+    option("--summary", action="store_true", help="only the tables of errors, no line for each run")
     return parser
 
 

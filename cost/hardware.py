@@ -61,6 +61,9 @@ class Profile:
              matmul_plateau: share of the peak that large matmuls reach.
              matmul_half_output, matmul_half_depth: elements of the result (rows x columns), and length of the sum, at
              which a matmul is at half of the plateau. narrow_half_dim: the same for the head size of fused attention.
+             multiprocessors: units that each work on one tile of a matmul; 0 where a matmul has no waves of tiles.
+             attention_fraction, native_attention_fraction: speed of fused attention with heads of 128 over that of
+             large matmuls: of kernels that run on any device, and of kernels written for this one.
              misaligned_fraction: what is left of the speed when a row is not a multiple of `alignment_bytes`.
     """
 
@@ -76,6 +79,9 @@ class Profile:
     matmul_half_output: float
     matmul_half_depth: float
     narrow_half_dim: float
+    multiprocessors: int
+    attention_fraction: float
+    native_attention_fraction: float
     misaligned_fraction: float
     alignment_bytes: int
 
@@ -118,7 +124,7 @@ def load_profile(name_or_path: str | Path) -> Profile:
         path = _PROFILES / f"{text.lower()}.json"
         if not path.is_file():
             start = text.lower()
-            near = [name for name in profile_names() if start and name.startswith(start)]
+            near = sorted((name for name in profile_names() if start and name.startswith(start)), key=len)
             near = near or difflib.get_close_matches(start, profile_names(), n=1, cutoff=0.4)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise MeshError(f"unknown device '{text}'; known devices are {', '.join(profile_names())}.{hint}")
@@ -142,6 +148,9 @@ _FIGURES: dict[str, tuple[type, float | None]] = {
     "matmul_half_output": (float, None),
     "matmul_half_depth": (float, None),
     "narrow_half_dim": (float, None),
+    "multiprocessors": (int, None),
+    "attention_fraction": (float, 1.0),
+    "native_attention_fraction": (float, 1.0),
     "misaligned_fraction": (float, 1.0),
     "alignment_bytes": (int, None),
 }
@@ -156,6 +165,7 @@ _MAY_BE_ZERO = {"reserve_bytes", "kernel_launch_s", "latency_s", "bulk_latency_s
     "matmul_half_output",
     "matmul_half_depth",
     "narrow_half_dim",
+    "multiprocessors",
 }
 
 

@@ -17,6 +17,7 @@ SIMPLE = dataclasses.replace(
     peak_flop_per_s=dict.fromkeys(("fp64", "fp32", "tf32", "bf16", "fp16"), 100e12),
     matmul_plateau=0.5,
     matmul_half_output=1e6,
+    multiprocessors=0,
     matmul_half_depth=100.0,
     narrow_half_dim=64.0,
     memory_bandwidth_bytes_per_s=1e12,

@@ -12,7 +12,7 @@ from autopar.cost.hardware import Link, load_profile, profile_names
 from autopar.errors import MeshError
 
 PROFILES = Path(hardware.__file__).parent / "profiles"
-NAMES = {"a100-sxm-40gb", "a100-sxm-80gb", "b200", "cpu", "h100-sxm", "h200-sxm", "v100-sxm-16gb"}
+NAMES = {"a100-sxm-40gb", "a100-sxm-80gb", "b200", "cpu", "h100-96gb-hbm2e-500w", "h100-sxm", "h200-sxm", "v100-sxm-16gb"}
 
 
 def test_names():

@@ -1,0 +1,196 @@
+"""Predict published training runs and compare: `autopar validate`.
+
+Enters: files of published runs. Leaves: the report as data and as a table: each row's step time, memory and outcome,
+measured and predicted; errors and rank correlation by source and in all; rows left out, counted by reason.
+Refused, with an error of ours: files and figures that `validate_rows` refuses. A row that cannot be expressed is
+listed.
+
+Errors are fractions of the measured value. Memory is what the device shows. A row fits when every stage does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autopar.cost.fitted import FITTED, Fitted
+from autopar.cost.training import step_time
+from autopar.cost.training_memory import peak_memory
+from autopar.errors import PlanError
+from autopar.validate_rows import Published, Read, read
+from autopar.validate_run import run_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A row with its prediction; seconds and bytes are None where there are none, `reason` says why."""
+
+    row: Published
+    predicted_s: float | None = None
+    predicted_bytes: float | None = None
+    predicted_outcome: str | None = None
+    reason: str | None = None
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def measured_bytes(self) -> float | None:
+        return None if self.row.peak_memory_gb is None else self.row.peak_memory_gb * 1e9
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.row.id,
+            "source": self.row.source,
+            "measured_s": self.row.step_time_s,
+            "predicted_s": self.predicted_s,
+            "measured_bytes": self.measured_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "outcome": self.row.outcome or None,
+            "predicted_outcome": self.predicted_outcome,
+            "reason": self.reason,
+            "assumed": list(self.assumed),
+        }
+
+
+def predict(found: Read, fitted: Fitted = FITTED) -> list[Predicted]:
+    """Predict every row that was read, in order."""
+    return [_predict(row, found.rows, fitted) for row in found.rows]
+
+
+def _predict(row: Published, rows: Sequence[Published], fitted: Fitted) -> Predicted:
+    expressed = run_of(row, rows)
+    if isinstance(expressed, str):
+        return Predicted(row, reason=expressed)
+    run, assumed = expressed
+    try:
+        time_s = step_time(run, fitted).total_s
+    except PlanError as error:
+        return Predicted(row, reason=str(error))
+    size = peak_memory(run).total
+    return Predicted(row, time_s, size, "fit" if size <= run.profile.memory_bytes else "oom", None, assumed)
+
+
+def report(paths: Sequence[str | Path]) -> dict[str, Any]:
+    """The report of files, as `validate --json` prints it. Raises: PlanError: see `validate_rows`."""
+    found = read(paths)
+    return summary(predict(found), found.skipped)
+
+
+def summary(rows: Sequence[Predicted], skipped: Iterable[tuple[str, str, str]] = ()) -> dict[str, Any]:
+    """The report of predicted rows and of rows that were not even read."""
+    skipped = list(skipped)
+    judged = [r for r in rows if r.predicted_outcome and r.row.outcome]
+    reasons = Counter([*(r.reason for r in rows if r.reason), *(reason for _, _, reason in skipped)])
+    return {
+        "rows": [
+            *(r.to_dict() for r in rows),
+            *(
+                {**dict.fromkeys(_ROW_KEYS), "id": name, "source": source, "reason": reason, "assumed": []}
+                for name, source, reason in skipped
+            ),
+        ],
+        "time": _by_source(rows, lambda r: (r.row.step_time_s, r.predicted_s)),
+        "memory": _by_source(rows, lambda r: (r.measured_bytes, r.predicted_bytes)),
+        "outcome": {"n": len(judged), "right": sum(r.predicted_outcome == r.row.outcome for r in judged)},
+        "groups": _groups(rows),
+        "skipped": dict(reasons.most_common()),
+    }
+
+
+_ROW_KEYS = tuple(Predicted(Published("", "")).to_dict())
+
+Pair = tuple[float | None, float | None]
+
+
+def _by_source(rows: Sequence[Predicted], pair: Callable[[Predicted], Pair]) -> dict[str, dict[str, Any]]:
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        measured, predicted = pair(row)
+        if measured and predicted:
+            pairs[row.row.source].append((measured, predicted))
+            pairs["all"].append((measured, predicted))
+    return {name: _errors(pairs[name]) for name in sorted(pairs, key=lambda n: (n == "all", n))}
+
+
+def _errors(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    measured, predicted = np.array(pairs, dtype=np.float64).T
+    error = np.abs(predicted / measured - 1)
+    return {
+        "n": len(pairs),
+        "median": float(np.median(error)),
+        "p90": float(np.quantile(error, 0.9)),
+        "spearman": spearman(measured, predicted),
+    }
+
+
+def _groups(rows: Sequence[Predicted]) -> dict[str, Any]:
+    """Rank correlation of step time inside groups of comparable configurations."""
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row.row.group and row.row.step_time_s and row.predicted_s:
+            groups[row.row.group].append((row.row.step_time_s, row.predicted_s))
+    found = [s for pairs in groups.values() if len(pairs) >= 3 and (s := spearman(*np.array(pairs).T)) is not None]
+    return {"n": len(found), "median_spearman": float(np.median(found)) if found else None}
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Spearman's rank correlation, ties at their mean rank; None of fewer than two values or of equal ones."""
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return np.asarray((last - (counts - 1) / 2)[inverse])
+
+
+def table(data: dict[str, Any], rows: bool = True) -> RenderableType:
+    """The report for people. rows: with a line for each row."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    if rows:
+        lines = Table(box=box.SIMPLE_HEAD)
+        for name in ("id", "measured s", "predicted s", "error", "measured GB", "predicted GB", "outcome", "predicted"):
+            lines.add_column(name, justify="left" if name == "id" else "right", overflow="fold")
+        for row in data["rows"]:
+            if row["reason"]:
+                lines.add_row(Text(row["id"]), Text(row["reason"], style="dim"))
+                continue
+            measured, predicted = row["measured_s"], row["predicted_s"]
+            error = f"{predicted / measured - 1:+.1%}" if measured else ""
+            shown = (_shown(measured), _shown(predicted), error)
+            memory = (_shown(row[key] and row[key] / 1e9) for key in ("measured_bytes", "predicted_bytes"))
+            lines.add_row(Text(row["id"]), *shown, *memory, row["outcome"] or "", row["predicted_outcome"])
+        parts.append(lines)
+    for what in ("time", "memory"):
+        errors = Table(title=f"error of {what}", box=box.SIMPLE_HEAD, title_justify="left")
+        for name in ("source", "rows", "median", "90th percentile", "Spearman"):
+            errors.add_column(name, justify="left" if name == "source" else "right")
+        for source, e in data[what].items():
+            rank = "" if e["spearman"] is None else f"{e['spearman']:.3f}"
+            errors.add_row(source, str(e["n"]), f"{e['median']:.1%}", f"{e['p90']:.1%}", rank)
+        parts.append(errors)
+    outcome, groups = data["outcome"], data["groups"]
+    if outcome["n"]:
+        parts.append(Text(f"fits or runs out of memory: {outcome['right']} of {outcome['n']} right"))
+    if groups["n"]:
+        parts.append(Text(f"rank correlation in {groups['n']} groups, median: {groups['median_spearman']:.3f}"))
+    parts += [Text(f"left out: {reason}: {n}") for reason, n in data["skipped"].items()]
+    return Group(*parts)
+
+
+def _shown(value: float | None) -> str:
+    return "" if not value else f"{value:.4g}"

@@ -1,0 +1,171 @@
+"""A published run as the configuration that the cost model prices, with every assumption named.
+
+Enters: a `Published` row and all rows of its files. Leaves: a `Run` and the assumptions made, as texts.
+Refused: rows that cannot be expressed come back as a reason, a text.
+
+What a source leaves open is assumed the same for every row of the kind:
+
+    framework       FSDP runs (ZeRO-2 and 3 without pipeline, from PyTorch's trainers) run ops one by one unless
+                    compiled; Megatron, NeMo, DeepSpeed and Alpa fuse them
+    attention       the vendor's fused kernel where ops are fused, on devices since H100; portable fused attention in
+                    PyTorch's trainers; unfused before
+    zero            1 for Megatron's family, 3 for PyTorch's, where it is not stated and dp > 1
+    sp              on when tp > 1
+    recompute       the cheapest policy that fits the memory
+    micro-batch     1
+    heads           those of a row of the same source and width, else of size 128
+    vocabulary      51200
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from autopar.cost.hardware import Link, Profile, load_profile, profile_names
+from autopar.cost.training import Run
+from autopar.cost.transformer import Transformer, layers_of_stage
+from autopar.errors import MeshError
+from autopar.validate_rows import Published
+
+T = TypeVar("T")
+
+_TORCH_TRAINERS = ("llm_foundry", "torchtitan", "fms_fsdp", "fsdp")  # sources that train with PyTorch's FSDP
+_PORT_FRACTION = 0.96  # [measured] bulk bandwidth of a network port over its line rate; nccl-tests on 200 and 400 Gb/s
+
+# Parts of a published device name, in the order in which they decide; the profile that has its figures.
+_DEVICES = (
+    ("v100", "v100-sxm-16gb"),
+    ("a100.*pcie.*80|a100.*80.*pcie", "a100-pcie-80gb"),
+    ("a100.*pcie", "a100-pcie-40gb"),
+    ("a100.*40", "a100-sxm-40gb"),
+    ("a100", "a100-sxm-80gb"),
+    ("h100.*96.*hbm2e", "h100-96gb-hbm2e-500w"),
+    ("h100.*pcie", "h100-pcie"),
+    ("h100", "h100-sxm"),
+    ("h200", "h200-sxm"),
+    ("gb200", "gb200"),
+    ("b200", "b200"),
+    ("mi300x", "mi300x"),
+)
+
+
+def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, ...]] | str:
+    """The configuration of a row and what was assumed, or the reason why there is none."""
+    if row.family == "conv":
+        return "convolutional network: its sizes are not a transformer's"
+    missing = [name for name in ("layers", "hidden", "seq_len", "global_seqs", "dp", "nodes") if not getattr(row, name)]
+    if missing:
+        return f"{missing[0]} not stated"
+    try:
+        profile = _profile(row.device, row.inter_gbps_per_device)
+    except MeshError as error:
+        return f"device: {error}"
+    assumed: list[str] = []
+    model = _model(row, rows, assumed)
+    torch_trainer = row.source.startswith(_TORCH_TRAINERS)
+    new_device = not profile.name.startswith(("v100", "a100"))
+    fused = not torch_trainer or "compile on" in row.note
+    attention = "flash" if torch_trainer else "native" if new_device else "plain"
+    tp, pp, cp, dp = row.tp or 1, row.pp or 1, row.cp or 1, row.dp or 1
+    micro = row.micro_seqs or _assume(assumed, "micro_seqs", 1.0)
+    zero = row.zero
+    if zero is None:
+        zero = 0 if dp == 1 else _assume(assumed, "zero", 3 if torch_trainer else 0 if "alpa" in row.source else 1)
+    sp = bool(row.sp if row.sp is not None else tp > 1 and _assume(assumed, "sp", True))
+    schedule = row.schedule if pp > 1 else "none"
+    virtual = row.virtual_stages or 1
+    if not schedule:
+        schedule = _assume(assumed, "schedule", "interleaved-1f1b" if virtual > 1 else "1f1b")
+    chunks = pp * virtual if schedule in ("interleaved-1f1b", "zb-v") else pp
+    short = "one layer short" in row.note
+    whole = pp > 1 and model.layers + 2 * short >= chunks  # finer stages than layers: cut inside layers, evenly
+    last = re.search(r"the last (\d+)", row.note)
+    run = Run(
+        model=model,
+        profile=profile,
+        nodes=row.nodes or 1,
+        devices=row.devices_per_node or 8,
+        micro_sequences=micro,
+        microbatches=max(1, round((row.global_seqs or 1) / dp / micro)),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=dp,
+        ep=row.ep or 1,
+        zero=zero,
+        sp=sp,
+        schedule=schedule,
+        virtual=virtual,
+        recompute=row.recompute if row.recompute in ("none", "selective", "full") else "none",
+        precision=row.precision or "bf16",
+        attention=attention,
+        fused=fused,
+        dropout=not (torch_trainer or new_device or model.gated),
+        reduce_bytes=2 if row.precision == "fp16" or "reduced in bf16" in row.note else 4,
+        stage_layers=tuple(layers_of_stage(model.layers, chunks, short, int(last[1]) if last else None))
+        if whole
+        else (),
+    )
+    if row.recompute not in ("none", "selective", "full"):
+        run = replace(run, recompute=_assume(assumed, "recompute", "none" if new_device else "full"))
+    return run, tuple(assumed)
+
+
+def _assume(assumed: list[str], name: str, value: T) -> T:
+    assumed.append(f"{name} {value}")
+    return value
+
+
+def _model(row: Published, rows: Sequence[Published], assumed: list[str]) -> Transformer:
+    hidden = row.hidden or 1
+    heads = row.heads or _assume(assumed, "heads", _heads_like(row, rows))
+    gated = bool(row.gated_mlp)
+    mixture = re.search(r"experts=(\d+) top_k=(\d+)", row.note)
+    group = re.search(r"group (\d+)", row.note)
+    seq = row.seq_len or 1
+    return Transformer(
+        layers=row.layers or 1,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=row.kv_heads or heads,
+        ffn=row.ffn or 4 * hidden,
+        gated=gated,
+        vocab=row.vocab or _assume(assumed, "vocab", 51200),
+        seq=seq,
+        experts=int(mixture[1]) if mixture else 1,
+        top_k=int(mixture[2]) if mixture else 1,
+        moe_every=2 if "every other layer" in row.note else 1,
+        dispatch_group=int(group[1]) if mixture and group else 0,
+        tied=not gated,
+        positions=0 if gated else seq,
+    )
+
+
+def _heads_like(row: Published, rows: Sequence[Published]) -> int:
+    """Heads of the row of the same source and width whose depth is nearest; of several, those nearest to size 128."""
+    hidden, layers = row.hidden or 1, row.layers or 1
+    like = [r for r in rows if r.source == row.source and r.hidden == hidden and r.heads]
+    if not like:
+        return max(1, hidden // 128)
+    best = min(like, key=lambda r: (abs((r.layers or 0) - layers), abs(hidden / (r.heads or 1) - 128)))
+    return best.heads or 1
+
+
+@functools.lru_cache(maxsize=256)
+def _profile(device: str, between_gb_per_s: float | None) -> Profile:
+    """The profile of a published device name, its slower links replaced where the source states their bandwidth.
+
+    Raises:  MeshError: no such device.
+    """
+    text = device.lower()
+    names = profile_names()
+    name = next((n for pattern, n in _DEVICES if re.search(pattern, text) and n in names), text)
+    profile = load_profile(name)
+    if not between_gb_per_s:
+        return profile
+    link: Link = replace(profile.link(1), bandwidth_bytes_per_s=between_gb_per_s * 1e9 * _PORT_FRACTION)
+    return replace(profile, links=(profile.links[0], link))

@@ -1,0 +1,157 @@
+"""Bytes of a training step on each pipeline stage, from the sizes of a transformer.
+
+Enters: a `Run`. Leaves: a `StageMemory` a stage. Refused: nothing of its own.
+
+    weights, gradients, optimizer   bytes a parameter by role, each divided by the ranks that its ZeRO level shards it
+    over
+    gathered      ZeRO-3: the copies for compute of two layers, and the gradients of one
+    activations   a micro-batch's layers, times the micro-batches in flight on the stage
+    working       what lives only while one piece runs: a layer under recompute, the logits and their gradient
+
+Source: Korthikanti et al. 2022, equations 1 to 6 (activations, in 2-byte elements with 1-byte masks); Rajbhandari et
+al. 2020, section 3.1 (model states); Qi et al. 2024 (zero bubble: what is in flight).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost.training import Run, chunk_layers
+from autopar.cost.transformer import Shard, Transformer
+
+CONTEXT_BYTES = 1.6e9  # [measured] driver context, libraries and communication buffers, outside the allocator
+FRAGMENTATION = 1.05  # [measured] memory the allocator holds over what tensors use, at the peak
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes a parameter of each role on one rank, after sharding."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one stage on one rank."""
+
+    states: float
+    gathered: float
+    activations: float
+    working: float
+
+    @property
+    def allocated(self) -> float:
+        """What tensors use at the peak."""
+        return self.states + self.gathered + self.activations + self.working
+
+    @property
+    def total(self) -> float:
+        """What the device shows: with what the allocator and the context hold beside the tensors."""
+        return self.allocated * FRAGMENTATION + CONTEXT_BYTES
+
+
+def state_bytes(
+    zero: int, ranks: int, precision: str = "bf16", gradient_bytes: int = 2, fsdp: bool = False
+) -> StateBytes:
+    """Bytes a parameter with Adam.
+
+    16-bit training: 2 of weights, `gradient_bytes` of gradients, 12 of master weights and two moments; fp32: 4, 4, 8.
+    fsdp: the fp32 master weights are the stored parameters, and 16-bit copies live only while gathered.
+    Source:  Rajbhandari et al. 2020: 4 + 12/N, 2 + 14/N and 16/N bytes for levels 1, 2 and 3.
+    """
+    weights, gradients, optimizer = 2.0, float(gradient_bytes), 12.0
+    if precision == "fp32" or fsdp:
+        weights, gradients, optimizer = 4.0, 4.0, 8.0
+    return StateBytes(
+        weights / (ranks if zero >= 3 else 1),
+        gradients / (ranks if zero >= 2 else 1),
+        optimizer / (ranks if zero >= 1 else 1),
+    )
+
+
+def activation_bytes(model: Transformer, shard: Shard, recompute: str = "none", moe: bool = False) -> float:
+    """Bytes that the backward of one layer reads, of one micro-batch on one rank.
+
+    A GPT with dropout and unfused attention takes s b h (34 + 5 a s / h) on one rank; (10 + 24/t + 5 a s / (h t)) with
+    tensor parallelism, all of it over t with sequence parallelism too. "selective" drops the quadratic term, "full"
+    keeps the input, 2 s b h.
+    """
+    tokens, h, t = shard.tokens(model), model.hidden, shard.tp
+    outside = t if shard.sp else 1
+    if recompute == "full":
+        return 2 * tokens * h / outside
+    mask = 1 if shard.dropout else 0
+    kv = model.kv_heads / model.heads
+    inner = model.ffn * (3 if model.gated else 2) * 2 / t * (model.top_k if moe else 1)
+    whole = (8 + 2 * mask) * h / outside  # inputs of both norms and of both halves, dropout masks
+    local = (2 + 4 * kv + 2) * h / t  # queries, keys, values, the input of the output product
+    scores = 0.0
+    if shard.attention == "plain" and recompute == "none":
+        scores = (4 + mask) * model.heads / t * model.seq  # softmax input and output, a mask of bytes
+    return tokens * (whole + local + inner + scores)
+
+
+def in_flight(schedule: str, stage: int, stages: int, microbatches: int, virtual: int = 1) -> float:
+    """Micro-batches whose activations a stage holds at its peak, counting all of its layers."""
+    left = stages - stage
+    if stages == 1:
+        return 1.0
+    if schedule == "gpipe":
+        return float(microbatches)
+    if schedule == "interleaved-1f1b":  # Korthikanti et al., section 4.2.3, of the first stage
+        return min(float(microbatches), left + (stages - 1) / virtual)
+    if schedule == "zb-2p":
+        return float(min(2 * stages - 1, microbatches))
+    if schedule in ("zb-v", "zb-h1"):
+        return float(min(stages, microbatches))
+    return float(min(left, microbatches))
+
+
+def stage_memory(run: Run, stage: int) -> StageMemory:
+    """Bytes of one stage on one rank."""
+    model, shard = run.model, run.shard
+    count = chunk_layers(run, stage)
+    first, last = stage == 0, stage == run.pp - 1
+    if run.schedule == "zb-v":
+        last = first
+    share = sum(map(model.has_experts, range(model.layers))) / model.layers
+    body = model.layer_parameters(False)
+    routed = model.experts * model.expert_parameters
+    mixture = body - model.expert_parameters + routed / run.ep
+    layer_weights = (share * mixture + (1 - share) * body) / run.tp
+    table = model.embedding_parameters / run.tp
+    parameters = count * layer_weights
+    parameters += table + model.positions * model.hidden if first else 0.0
+    parameters += table if last and not (first and model.tied) else 0.0
+    states = state_bytes(run.zero, run.dp * run.cp, run.precision, run.reduce_bytes, fsdp=run.zero >= 2 and run.pp == 1)
+    gathered = layer_weights * (2 * 2 + 4) + (2 * table if run.zero == 3 else 0.0) if run.zero >= 2 else 0.0
+    one = share * activation_bytes(model, shard, run.recompute, True)
+    one += (1 - share) * activation_bytes(model, shard, run.recompute)
+    activations = count * one * in_flight(run.schedule, stage, run.pp, run.microbatches, run.virtual)
+    working = 0.0
+    if run.recompute != "none":
+        working = activation_bytes(model, shard, "none", share > 0) - activation_bytes(
+            model, shard, run.recompute, share > 0
+        )
+    if last:
+        tokens = shard.tokens(model)
+        logits = tokens * model.vocab / run.tp * (2 + 4 + 4)  # 16-bit logits, their fp32 copy, the gradient
+        activations += 4 * tokens * model.hidden
+        working = max(working, logits)
+    return StageMemory(parameters * states.total, gathered, activations, working)
+
+
+def peak_memory(run: Run) -> StageMemory:
+    """The stage with the largest peak."""
+    return max((stage_memory(run, i) for i in range(run.pp)), key=lambda s: s.total)
+
+
+def fits(run: Run) -> bool:
+    """Does every stage fit the device?"""
+    return peak_memory(run).total <= run.profile.memory_bytes
