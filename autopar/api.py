@@ -55,7 +55,9 @@ def plan(
     tell = progress or (lambda stage: None)
     if isinstance(mesh, (list, tuple)):
         requests = [
-            make_request(m, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir)
+            make_request(
+                m, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir, kernels
+            )
             for m in mesh
         ]
         if not requests:
@@ -63,7 +65,7 @@ def plan(
         prepared = _prepare(model, example_args, example_kwargs, requests[0], tell)
         return [_plan_of(prepared, r, plan, tell) for r in requests]
     request = make_request(
-        mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir
+        mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir, kernels
     )
     prepared = _prepare(model, example_args, example_kwargs, request, tell)
     chosen = _plan_of(prepared, request, plan, tell)
@@ -115,6 +117,7 @@ def parallelize(
         batch_dims: `{input path: dim}` for inputs whose batch is not dim 0 of the first tensor input.
         strict: an op without a rule is an error instead of being kept whole.
         discover: try to find the rule of such an op by running it on small shards; the plan's notes say what was found.
+        kernels: "auto": generated kernels on GPUs; "on": elsewhere, too, in Triton's interpreter, which is slow; "off".
         dump_dir: a folder for every stage's program.
     Returns: a `ParallelModule`; make the optimizer from its parameters.
     Raises:  CaptureError, UnsupportedOpError, MeshError, PlanError, InfeasibleError, RuntimeMismatchError, on every
@@ -128,7 +131,7 @@ def parallelize(
 
     def begin() -> tuple[Request, Prepared]:
         request = make_request(
-            mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir
+            mesh, pin, memory, precision, optimizer, outputs, batch_dims, backend, strict, discover, dump_dir, kernels
         )
         check_device(request.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         if request.backend == "eager":

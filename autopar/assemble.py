@@ -126,7 +126,7 @@ class _Lowering:
                 )
             staging = Staging(
                 self.plan, found.mesh, self.request.profile, self.mesh, self.request.backend,
-                self.request.outputs != "auto",
+                self.request.outputs != "auto", self.request.kernels,
             )  # fmt: skip
             batch = found.built.roles.batch
             staged = lower_stages(staging, prepared, decisions, batch, recompute=levels, dump=dump)
@@ -141,6 +141,7 @@ class _Lowering:
             backend=self.request.backend,
             recompute=levels,
             cast=cast,
+            kernels=self.request.kernels,
             dump=dump,
         )
         return replace(lowered, lifetimes=lifetimes)

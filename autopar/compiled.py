@@ -16,8 +16,10 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from autopar.capture.explain import is_user_file
+from autopar.codegen.load import mode_of
 from autopar.dump import Dump
-from autopar.dump_lowered import backward_text, forward_text
+from autopar.dump_lowered import backward_text, forward_text, kernels_text
+from autopar.passes.fuse import Fuse
 from autopar.passes.lower import Graphs, Partition, lower_to_graphs
 from autopar.passes.merge_collectives import MergeCollectives, MergeGathers
 from autopar.passes.overlap import Overlap, Prefetch
@@ -32,10 +34,16 @@ class Compiled:
     """A local program as lowered graphs where gradients are wanted; op by op where not. Dumped when first called."""
 
     def __init__(
-        self, eager: GraphModule, program: Program, recompute: Mapping[str, str], dump: Dump | None = None
+        self,
+        eager: GraphModule,
+        program: Program,
+        recompute: Mapping[str, str],
+        dump: Dump | None = None,
+        kernels: str = "auto",
     ) -> None:
-        """recompute: level by block."""
+        """recompute: level by block. kernels: "auto" (on GPUs), "on" (elsewhere in Triton's interpreter), "off"."""
         self.eager, self.program, self.recompute, self.dump = eager, program, recompute, dump
+        self.kernels = kernels
         self.graphs: list[Graphs] = []
         self.trained: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which inputs take a gradient; `eager` where AOTAutograd refused."""
@@ -50,7 +58,9 @@ class Compiled:
         interpreter = _Following(self.eager)
         parameters = frozenset(i for i, s in enumerate(self.program.sources) if s.kind == "parameter")
         made = len(self.graphs)
-        run = lower_to_graphs(interpreter.run, Partition(parameters, self.recompute), PASSES, self.told)
+        mode = mode_of(self.kernels, values[0].device.type)
+        passes = PASSES if mode is None else (*PASSES, Fuse(mode).run)
+        run = lower_to_graphs(interpreter.run, Partition(parameters, self.recompute), passes, self.told)
         try:
             with warnings.catch_warnings():
                 # anomaly mode, in which AOTAutograd traces, tells of a refusal in a warning of many lines
@@ -71,6 +81,9 @@ class Compiled:
         if self.dump is not None:
             for which, text in (("forward", forward_text), ("backward", backward_text)):
                 self.dump.write(f"lower_{which}", None, extra=text(graphs, self.program, self.dump.axes))
+            printed = kernels_text(graphs)
+            if printed:
+                self.dump.write("fuse", None, extra=printed)
 
 
 def _unobserved() -> AbstractContextManager[Any]:

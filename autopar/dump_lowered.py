@@ -16,6 +16,19 @@ from autopar.passes.lower import Graphs
 from autopar.program import Program, record
 
 
+def kernels_text(graphs: Graphs) -> str:
+    """Every generated kernel, equal ones once, below the groups that it runs; empty when there are none."""
+    found: dict[str, list[str]] = {}
+    for which, module in (("forward", graphs.forward), ("backward", graphs.backward)):
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                group = module.get_submodule(str(node.target))
+                outputs = ", ".join(f"%{n.name}" for n in sorted(node.users, key=lambda n: str(n.args[1])))
+                text = f"# {which} %{node.name} in {record(node).block or 'no block'}: {outputs}"
+                found.setdefault(group.code.printed.text, []).append(text)  # type: ignore[union-attr]
+    return "\n\n".join("\n".join((*groups, text)) for text, groups in found.items())
+
+
 def forward_text(graphs: Graphs, program: Program, axes: Sequence[str]) -> str:
     """The forward graph; below it what it saves, the largest first."""
     return "\n".join(_forward(graphs, program, axes))

@@ -156,10 +156,11 @@ def lower(
     backend: str = "eager",
     recompute: Mapping[str, str] | None = None,
     cast: Cast | None = None,
+    kernels: str = "auto",
     dump: Dump | None = None,
 ) -> Lowered:
     """The program of one rank, ready to run. recompute: level by block, for backends that lower. cast: the pass that
-    reads stored parameters in another dtype."""
+    reads stored parameters in another dtype. kernels: whether generated ones are used."""
     program = Shard(prepared.analysis, decisions, mesh, profile, coordinate).run(prepared.program)
     if dump is not None:
         dump.axes = tuple(a.name for a in mesh.axes)
@@ -170,7 +171,7 @@ def lower(
         _write(dump, "cast", program)
     graph = on_device(program.graph, device)
     program, eager = replace(program, graph=graph), GraphModule(nn.Module(), graph)
-    run = eager if backend == "eager" else Compiled(eager, program, recompute or {}, dump)
+    run = eager if backend == "eager" else Compiled(eager, program, recompute or {}, dump, kernels)
     return Lowered(program, run, sinks_of(prepared, decisions, mesh))
 
 

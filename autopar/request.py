@@ -23,6 +23,7 @@ from autopar.precision import Precision, parse_precision
 from autopar.solver.settings import Settings
 
 BACKENDS = ("auto", "eager", "aot", "inductor")
+KERNELS = ("auto", "on", "off")
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -42,6 +43,7 @@ class Request:
     recompute: tuple[str, ...] = RECOMPUTE
     """Levels of recomputation that may be chosen; of the eager backend "none" only."""
     precision: Precision | None = None
+    kernels: str = "auto"
 
 
 def make_request(
@@ -56,7 +58,10 @@ def make_request(
     strict: bool,
     discover: bool,
     dump_dir: str | None,
+    kernels: str = "auto",
 ) -> Request:
+    if kernels not in KERNELS:
+        raise PlanError(f"kernels={kernels!r}: must be one of {', '.join(KERNELS)}")
     if backend not in BACKENDS:
         raise PlanError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     if backend == "inductor":
@@ -72,7 +77,10 @@ def make_request(
     name = asked.name if asked is not None else None
     settings = Settings(pins, usable_bytes(profile, memory), optimizer, name, batch_dims)
     kind = "aot" if backend == "auto" else backend
-    return Request(topology, profile, settings, outputs, strict, discover, _dump(dump_dir), kind, precision=asked)
+    dump = _dump(dump_dir)
+    return Request(
+        topology, profile, settings, outputs, strict, discover, dump, kind, precision=asked, kernels=kernels
+    )
 
 
 def _dump(directory: str | None) -> Dump | None:

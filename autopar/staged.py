@@ -60,6 +60,7 @@ class Staging:
     backend: str = "eager"
     gather: bool = False
     """outputs="gather" or "shard": every output is differentiable."""
+    kernels: str = "auto"
 
 
 def lower_stages(
@@ -171,7 +172,11 @@ class _Builder:
         if key not in self.functions:
             module = GraphModule(nn.Module(), stage.program.graph)
             eager = self.staging.backend == "eager"
-            self.functions[key] = module if eager else Compiled(module, stage.program, self.recompute, self.dump)
+            self.functions[key] = (
+                module
+                if eager
+                else Compiled(module, stage.program, self.recompute, self.dump, self.staging.kernels)
+            )
         return self.functions[key]
 
     # outputs

@@ -11,8 +11,10 @@ import hashlib
 import importlib.util
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,6 +65,30 @@ def load(text: str, *, interpret: bool = False) -> ModuleType:
     return _LOADED[key]
 
 
+def mode_of(kernels: str, device: str) -> str | None:
+    """How groups run on a device of this type, None: nothing is fused. kernels: "auto", "on" or "off"."""
+    if kernels == "off" or (kernels == "auto" and device != "cuda") or not usable():
+        return None
+    return "kernel" if device == "cuda" else "interpreter"
+
+
+@cache
+def usable() -> bool:
+    """Is a Triton here that these kernels can be given to? Warns once when not."""
+    try:
+        import triton
+        import triton.language as tl
+
+        missing = [name for name in ("rsqrt", "erf", "broadcast_to", "PropagateNan") if not hasattr(tl, name)]
+        if not missing and hasattr(triton, "knobs"):
+            return True
+        said = f"version {triton.__version__} lacks {', '.join(missing) or 'knobs'}"
+    except ImportError as error:
+        said = f"it cannot be imported ({error})"
+    warnings.warn(f"kernels: triton is of no use, {said}; every op runs by itself", stacklevel=2)
+    return False
+
+
 @contextmanager
 def interpreting() -> Iterator[None]:
     """Inside, functions loaded for the interpreter can be launched.
@@ -101,4 +127,4 @@ def launch(function: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: i
         with interpreting(), np.errstate(all="ignore"):  # lanes beyond a mask compute what nobody stores
             function[grid](*args)
     else:
-        function[grid](*args, num_warps=warps)
+        function[grid](*args, num_warps=warps, enable_fp_fusion=True)
