@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.codegen import composites, constants, rows
+from autopar.codegen import composites, rows
+from autopar.codegen.demand import RULES, Unfusable, demand
 from autopar.codegen.formulas import POINTWISE
 from autopar.codegen.index import Index, NotLinear, common_axes, dense_strides, flatten, make, split
 from autopar.codegen.kernel import (
@@ -44,20 +45,6 @@ from autopar.codegen.kernel import (
 from autopar.codegen.views import At, argument, given, packet, shape_of, view_of, viewed
 from autopar.program import record
 
-RULES = {**composites.RULES, **rows.RULES, **constants.RULES}
-
-
-class Unfusable(Exception):
-    """An op that the printer does not know, or a group that has no common grid; the message says which."""
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a node asks of the loops: so many elements, cut into rows of `columns` (None: any cut)."""
-
-    elements: int
-    columns: int | None = None
-
 
 @dataclass(frozen=True, eq=False)
 class Built:
@@ -67,35 +54,6 @@ class Built:
     reads: tuple[Node, ...]
     writes: tuple[Node, ...]
     keys: tuple[Node, ...]
-
-
-def known(node: Node) -> bool:
-    """Is there a formula for this op? (A group of it may still be refused.)"""
-    return node.op == "call_function" and (
-        packet(node) in POINTWISE or packet(node) in RULES or packet(node) in composites.SUMS
-    )
-
-
-def demand(node: Node) -> Demand:
-    """Raises: Unfusable: a reduction that is over neither a row nor all rows."""
-    name = packet(node)
-    if name in composites.SUMS:
-        source = given(node)[0]
-        shape = shape_of(source)
-        columns = math.prod(shape[len(shape) - composites.suffix(node) :]) if composites.suffix(node) else 0
-        if not columns and composites.prefix(node):
-            columns = math.prod(shape[composites.prefix(node) :])
-        if not columns:
-            raise Unfusable(f"{name} of {shape}: neither over the last dims nor over the first")
-        return Demand(math.prod(shape), columns)
-    columns = rows.columns(node)
-    if columns:
-        shape = shape_of(rows.main_input(node))
-        return Demand(math.prod(shape), columns)
-    if name == "cat":
-        return Demand(math.prod(shape_of(node)))
-    value = node.meta["val"]
-    return Demand(value.numel() if isinstance(value, torch.Tensor) else 0)
 
 
 def build(members: Sequence[Node], outputs: Sequence[Node]) -> Built:
@@ -298,13 +256,17 @@ class _Builder:
         low, high = condition.index.span(self.axes)
         return condition.low <= low and high < condition.high
 
-    def when(self, condition: Condition, value: Callable[[], int], otherwise: Callable[[str], int]) -> int:
-        """value where the condition holds, read nowhere else; otherwise(kind) elsewhere."""
+    def under(self, condition: Condition, value: Callable[[], int]) -> int:
+        """value, of which nothing is read where the condition fails; any number there."""
         before, self.where = self.where, (*self.where, condition)
         try:
-            found = value()
+            return value()
         finally:
             self.where = before
+
+    def when(self, condition: Condition, value: Callable[[], int], otherwise: Callable[[str], int]) -> int:
+        """value where the condition holds, read nowhere else; otherwise(kind) elsewhere."""
+        found = self.under(condition, value)
         if self.holds(condition):
             return found
         kind = self.steps[found].kind

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from autopar.codegen.build import Built, Unfusable, build, known
+from autopar.codegen.build import Built, build
+from autopar.codegen.demand import Unfusable, known
 from autopar.codegen.index import NotLinear
 from autopar.codegen.tiles import TooWide, moved_bytes, partial_bytes, tile_of
 from autopar.codegen.views import packet, view_of, viewed
@@ -94,7 +95,8 @@ class _Clusters:
             self.groups[unit] = self._group(members) if known(members[0]) else None
 
     def _segments(self, nodes: Iterable[Node]) -> dict[int, int]:
-        found, passed = {}, 0
+        found: dict[int, int] = {}
+        passed = 0
         for node in nodes:
             passed += is_barrier(node) and "wait" in packet(node)
             if node in self.unit:
@@ -172,7 +174,7 @@ class _Clusters:
             for node in {base_of(n) for n in group.built.reads} if group is not None else ():
                 for other in {self.unit[r] for r in self.readers[node]} - {unit}:
                     if self.groups[other] is not None and (other not in wanted or other > unit):
-                        yield _size_bytes(node), node, *sorted((unit, other))
+                        yield _size_bytes(node), node, min(unit, other), max(unit, other)
 
     def _try(self, a: int, b: int) -> int | None:
         """Join two units if it may be done and saves bytes; the unit that both now are."""

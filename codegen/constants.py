@@ -89,12 +89,10 @@ def _cat(b: _Builder, node: Node, item: int, at: At) -> int:
     def from_piece(i: int) -> int:
         part, first, last = ends[i]
         moved = (*at[:dim], at[dim] + -first, *at[dim + 1 :])
-        kind = _kind(node)
-        return b.when(
-            Condition(at[dim], first, last),
-            lambda: b.value(part, moved, kind),
-            lambda kind: from_piece(i + 1) if i + 1 < len(ends) else b.literal(0, kind),
-        )
+        kind, inside = _kind(node), Condition(at[dim], first, last)
+        if i + 1 == len(ends):
+            return b.under(inside, lambda: b.value(part, moved, kind))
+        return b.when(inside, lambda: b.value(part, moved, kind), lambda kind: from_piece(i + 1))
 
     return from_piece(0)
 

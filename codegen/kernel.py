@@ -166,6 +166,11 @@ class Kernel:
         return any(isinstance(s.does, Reduce) for s in self.steps)
 
     @property
+    def written(self) -> tuple[int, ...]:
+        """The steps that are stored or summed up."""
+        return (*(s.value for s in self.stores), *(s.value for s in self.sums))
+
+    @property
     def moves(self) -> tuple[tuple[bool, bool], ...]:
         """For each step: does its value change with the row, with the column?"""
         found: list[tuple[bool, bool]] = []

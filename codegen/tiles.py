@@ -11,7 +11,7 @@ from autopar.codegen.kernel import Kernel, args_of
 
 PROGRAMS = 128
 """[derived] row programs of a kernel that sums over rows: about one for each multiprocessor of an A100 or H100."""
-PARTIAL_SHARE = 0.03
+PARTIAL_SHARE = 0.045
 """[derived] share of a kernel's bytes that partial sums may add."""
 FLAT_BLOCK = 1024
 """[derived] elements of a program without rows: 8 a thread of 4 warps, 16 bytes of half precision."""
@@ -55,8 +55,8 @@ def live_values(kernel: Kernel) -> int:
     for i, step in enumerate(kernel.steps):
         for arg in args_of(step.does):
             last[arg] = i
-    for store in (*kernel.stores, *kernel.sums):
-        last[store.value] = max(last.get(store.value, 0), len(kernel.steps) - 1)
+    for value in kernel.written:
+        last[value] = len(kernel.steps) - 1
     moves = kernel.moves
     size = [2 if s.kind in ("f64", "i64") else 1 for s in kernel.steps]
     most = live = 0
@@ -88,13 +88,45 @@ def tile_of(kernel: Kernel) -> Tile:
             rows //= 2
         return _summed(kernel, rows, columns, 4)
     columns = power_of_2(width)
+    if kernel.sums:
+        return _summed(kernel, *_looping(kernel, columns, live))
     rows = min(max(1, 1024 // columns), power_of_2(height))
     for warps in WARPS:
-        each = rows * columns / (32 * warps)
-        allowed = min(REGISTERS, _FILE // (32 * warps) - 12)
-        if live * each <= allowed and each <= 32:
+        if _fits(live, rows * columns, warps):
             return _summed(kernel, rows, columns, warps)
     raise TooWide(f"rows of {width} with {live} numbers an element do not fit the registers of a program")
+
+
+def _fits(live: int, elements: int, warps: int) -> bool:
+    each = elements / (32 * warps)
+    return live * each <= min(REGISTERS, _FILE // (32 * warps) - 12) and each <= 32
+
+
+def _looping(kernel: Kernel, columns: int, live: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a step of a program that passes over many rows.
+
+    Such programs are few, about one a multiprocessor, so each reads as much at once as its registers hold.
+    """
+    most = power_of_2(-(-kernel.row_count // 4))
+    for each, warps in (
+        (8, 16),
+        (8, 8),
+        (4, 16),
+        (8, 4),
+        (4, 8),
+        (16, 16),
+        (2, 16),
+        (8, 32),
+        (4, 4),
+        (16, 8),
+        (16, 32),
+    ):
+        rows = each * warps * 32 // columns
+        if 1 <= rows <= most and _fits(live, rows * columns, warps):
+            return rows, columns, warps
+    if columns <= 512 and _fits(live, columns, 4):
+        return 1, columns, 4
+    raise TooWide(f"rows of {columns} with {live} numbers an element do not fit the registers of a program")
 
 
 def _summed(kernel: Kernel, rows: int, columns: int, warps: int) -> Tile:

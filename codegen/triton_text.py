@@ -79,8 +79,8 @@ class _Printer:
         for i, step in enumerate(kernel.steps):
             for arg in args_of(step.does):
                 self.users[arg].append(i)
-        for store in (*kernel.stores, *kernel.sums):
-            self.users[store.value] += [-1, -1]
+        for value in kernel.written:
+            self.users[value] += [-1, -1]
         self.used: dict[str, int] = {}
         tile = self.tile
         self.masks_rows = kernel.row_count != tile.programs * tile.rows_each
