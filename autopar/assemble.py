@@ -121,8 +121,8 @@ class _Lowering:
         if is_staged(self.plan):
             if cast is not None:
                 raise PlanError(
-                    f"precision={self.request.settings.precision!r}: pipelines and micro-batches run in the model's own dtype in this version; "
-                    "cast the model, e.g. model.bfloat16(), or leave out pp and microbatches"
+                    f"precision={self.request.settings.precision!r}: pipelines and micro-batches run in a model's own "
+                    "dtype; cast the model, e.g. model.bfloat16(), or leave out pp and microbatches"
                 )
             staging = Staging(
                 self.plan, found.mesh, self.request.profile, self.mesh, self.request.backend,
@@ -152,6 +152,8 @@ class _Lowering:
         if precision is None or precision.reduce is None:
             return None, lifetimes
         read = {path: precision.computed(dtype) for path, dtype in self.stored.items()}
+        if all(dtype == read[path] == precision.reduce for path, dtype in self.stored.items()):
+            return None, lifetimes
         known = {path: replace(life, dtypes=(read[path], precision.reduce)) for path, life in lifetimes.items()}
         return Cast({**self.stored, **{path: read[path] for path in known}}, precision.reduce), known
 
