@@ -85,6 +85,16 @@ ADVICE: tuple[tuple[str, str, str], ...] = (
         "draw them before and pass them to apply",
     ),
     (
+        r"DroppedError: hooks",
+        "a gradient hook on a value inside forward would be lost",
+        "change the gradient in the backward of an autograd.Function",
+    ),
+    (
+        r"DroppedError: differentiates",
+        "a gradient is taken inside forward, and a captured graph has no backward yet",
+        "write the derivative out, or put it in an autograd.Function",
+    ),
+    (
         r"missing .*required|unexpected keyword|takes .* positional|too many positional",
         "the example does not fit forward",
         "fix example_args / example_kwargs",

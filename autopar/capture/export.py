@@ -26,8 +26,9 @@ from autopar.capture.blocks import find_blocks
 from autopar.capture.explain import explain, module_of, quiet, refuse, where_of
 from autopar.capture.functional import functionalise
 from autopar.capture.functions import keep_functions
-from autopar.capture.graph import Inliner, drop_noise, drop_unused, stop_gradients
+from autopar.capture.graph import Copier, drop_noise, drop_unused, regions_flat, stop_gradients
 from autopar.capture.inputs import separate
+from autopar.capture.refused import calls_refused, refuse_hooks
 from autopar.capture.sources import make_sources
 from autopar.errors import CaptureError
 from autopar.program import OutputRef, Program, Record, Sink, Source, set_record
@@ -40,11 +41,12 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     Args:    args, kwargs: one global batch; export looks at shapes and dtypes only. name: of the program.
     Raises:  CaptureError: one line with module, file and line, reason and remedy.
     """
+    refuse_hooks(model)
     copied_args, copied_kwargs = separate(model, args, kwargs)
     try:
         with (
             unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), values_unchecked(),
-            torch.enable_grad(),
+            calls_refused(), regions_flat(), torch.enable_grad(),
         ):  # fmt: skip
             exported = torch.export.export(model, copied_args, copied_kwargs, strict=False)
     except Exception as error:
@@ -53,13 +55,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     sources = make_sources(graph, model, exported, inputs)
     kinds = {node: source.kind for node, source in sources.by_node.items()}
 
-    inliner = Inliner(graph, sources.mapping)
-    graph.output(inliner.run(exported.graph_module))
+    copier = Copier(graph, sources.mapping)
+    graph.output(copier.run(exported.graph_module))
     drop_unused(graph)
     _refuse_data_dependence(graph)
-    buffers = functionalise(graph, kinds, inliner.no_grad)
+    buffers = functionalise(graph, kinds, copier.no_grad)
     sinks, out_values = _sinks(graph, exported, {sources.by_node[n].path: new for n, new in buffers.items()})
-    carries = stop_gradients(graph, inliner.no_grad, kinds)
+    carries = stop_gradients(graph, copier.no_grad, kinds)
     _detach_buffers(graph, sinks, carries)
     drop_noise(graph, carries)
     drop_unused(graph)

@@ -31,6 +31,11 @@ _inside = False
 """Within a recorded Function: what it calls itself is a part of it."""
 
 
+def inside_function() -> bool:
+    """Whether a recorded Function's own forward is running."""
+    return _inside
+
+
 class UserFunctionError(CaptureError):
     """A Function that cannot be kept whole; `explain` turns it into a message with module and line."""
 

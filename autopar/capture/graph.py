@@ -1,19 +1,28 @@
-"""From an exported graph to a plain one: regions inlined, noise dropped, gradients stopped where the user stopped them.
+"""From an exported graph to ours: noise dropped, gradients stopped where the user stopped them, autocast made casts.
 
-Enters: an exported graph whose no_grad and autocast regions are submodules. Leaves: one flat graph of ops; a value made
-under no_grad reaches code outside it through a `detach`. Refused: regions under an enabled autocast, control flow ops.
+Enters: an exported graph in which no_grad and autocast are marks. Leaves: a graph of ops alone; a value made under
+no_grad reaches code outside it through a `detach`; what autocast casts is cast by nodes of its own. Refused: control
+flow operators, and casts inside an operator.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._export.passes.replace_autocast_with_hop_pass as autocast_pass
+import torch._export.passes.replace_set_grad_with_hop_pass as set_grad_pass
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
+from autopar.capture.autocast import CannotTell, Region, casts_of
 from autopar.capture.explain import refuse
 from autopar.capture.functional import writes
 from autopar.program import tensor_of
@@ -23,6 +32,7 @@ aten = torch.ops.aten
 _KEPT_META = ("val", "stack_trace", "nn_module_stack", "custom")
 _CHECKS = ("aten::_assert", "aten::sym_constrain", "aten::_functional_assert", "aten::_functional_sym")
 _DETACH = (aten.detach.default, aten.detach_.default)
+_PASSES = ((set_grad_pass, "replace_set_grad_with_hop_pass"), (autocast_pass, "replace_autocast_with_hop_pass"))
 _FLOATING_KINDS = ("parameter", "input")
 """Sources through which a gradient may flow: a frozen parameter may be unfrozen, an input may require one later."""
 
@@ -35,65 +45,98 @@ def is_check(node: Node) -> bool:
     )
 
 
-class Inliner:
-    """Copies an exported graph into `graph`, region bodies included; `no_grad` collects what is made under no_grad."""
+@contextlib.contextmanager
+def regions_flat() -> Iterator[None]:
+    """Let export leave no_grad and autocast as marks in the graph instead of making regions of them.
+
+    Its own passes make submodules, and lose a no_grad inside an autocast (torch 2.13).
+    """
+    before = [(module, name, getattr(module, name)) for module, name in _PASSES]
+    for module, name, _ in before:
+        setattr(module, name, lambda graph_module, signature: (graph_module, signature))
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+class Copier:
+    """Copies an exported graph into `graph`; `no_grad` collects what is made under no_grad."""
 
     def __init__(self, graph: Graph, values: dict[Node, Any]) -> None:
         self.graph = graph
         self.values = values
-        """Node of an exported graph -> node of ours, or a tuple of them for a region."""
+        """Node of the exported graph -> node of ours."""
         self.no_grad: set[Node] = set()
+        self._gradients = True
+        self._regions: list[Region | None] = [None]
+        """The autocast around each open region, the innermost last; None where it is off."""
+        self._casts: dict[tuple[Node, torch.dtype, bool], Node] = {}
+        """Of parameters and inputs, within a region: torch casts each of them once there."""
 
-    def run(self, module: GraphModule, gradients: bool = True) -> Any:
+    def run(self, module: GraphModule) -> Any:
         """Copy all ops of `module.graph`; its placeholders are in `values` already. Returns the mapped outputs."""
         for node in module.graph.nodes:
             if node.op == "call_function" and not is_check(node):
-                self._call(module, node, gradients)
+                self._call(node)
             elif node.op == "output":
                 return self._mapped(node.args[0])
             elif node.op not in ("placeholder", "get_attr", "call_function"):
                 raise refuse(node, f"a node of kind {node.op} in the captured graph", "please report it")
         raise AssertionError("a graph without output")
 
-    def _call(self, module: GraphModule, node: Node, gradients: bool) -> None:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            self.values[node] = self._region(module, node, gradients)
-            return
-        source = node.args[0] if node.args else None
-        if isinstance(source, Node) and isinstance(self.values.get(source), tuple):
-            self.values[node] = self.values[source][node.args[1]]  # getitem of a region
-            return
-        copy = self.graph.create_node(
-            "call_function", node.target, self._mapped(node.args), self._mapped(node.kwargs), node.name
-        )
-        copy.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
-        self.values[node] = copy
-        if not gradients:
-            self.no_grad.add(copy)
-
-    def _region(self, module: GraphModule, node: Node, gradients: bool) -> Any:
-        name = node.target.name()
-        if name == "wrap_with_set_grad_enabled":
-            gradients, body, operands = node.args[0], node.args[1], node.args[2:]
-        elif name == "wrap_with_autocast" and not node.args[2]:
-            body, operands = node.args[4], node.args[5:]
-        elif name == "wrap_with_autocast":
-            inner = next((n for n in _body(module, node.args[4]).graph.nodes if n.op == "call_function"), node)
-            raise refuse(inner, "torch.autocast inside forward", "cast explicitly, or leave it out and use precision=")
+    def _call(self, node: Node) -> None:
+        if node.target is torch._C._set_grad_enabled:
+            self._gradients = bool(node.args[0])
+        elif node.target is _enter_autocast:
+            self._regions.append(Region.of(*node.args))
+        elif node.target is _exit_autocast:
+            self._regions.pop()
+            if len(self._regions) == 1:
+                self._casts.clear()
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise refuse(node, f"the operator {node.target.name()} cannot be split", "choose with torch.where")
         else:
-            raise refuse(node, f"the operator {name} cannot be split", "choose with torch.where")
-        inner = _body(module, body)
-        places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        for place, operand in zip(places, operands, strict=True):
-            self.values[place] = self._mapped(operand)
-        return self.run(inner, gradients)
+            args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+            if self._regions[-1] is not None and isinstance(node.target, torch._ops.OpOverload):
+                args, kwargs = self._cast(node, args, kwargs, self._regions[-1])
+            self.values[node] = self._new(node, node.target, args, kwargs, node.name)
+
+    def _new(self, like: Node, target: Any, args: Any, kwargs: Any, name: str | None = None) -> Node:
+        new = self.graph.create_node("call_function", target, args, kwargs, name)
+        new.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+        if not self._gradients:
+            self.no_grad.add(new)
+        return new
+
+    def _cast(self, node: Node, args: Any, kwargs: Any, region: Region) -> Any:
+        """The arguments of a call under autocast, those cast that it casts."""
+        mode = next((v.fake_mode for v in map(tensor_of, node.all_input_nodes) if isinstance(v, FakeTensor)), None)
+        if mode is None:
+            return args, kwargs
+        try:
+            found = casts_of(node.target, *map_arg((args, kwargs), lambda n: n.meta["val"]), region, mode)
+        except CannotTell:
+            remedy = "cast explicitly, or leave autocast out and use precision="
+            raise refuse(node, "torch.autocast casts inside this operator", remedy) from None
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Node) and tensor_of(leaf) is not None]
+        for place, dtype in found.items():
+            source = leaves[places[place]]
+            key = (source, dtype, self._gradients)
+            new = self._casts.get(key)
+            if new is None:
+                new = self._new(node, aten.to.dtype, (source, dtype), {})
+                with mode, torch.no_grad():
+                    new.meta["val"] = source.meta["val"].to(dtype)
+                if source.op == "placeholder":
+                    self._casts[key] = new
+            leaves[places[place]] = new
+        return pytree.tree_unflatten(leaves, spec)
 
     def _mapped(self, argument: Any) -> Any:
         return map_arg(argument, lambda n: self.values[n])
-
-
-def _body(module: GraphModule, node: Node) -> GraphModule:
-    return module.get_submodule(node.target)
 
 
 def drop_unused(graph: Graph) -> None:
