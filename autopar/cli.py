@@ -1,4 +1,4 @@
-"""The command line: `autopar plan|show|verify|dump|demo|models|validate`.
+"""The command line: `autopar plan|show|simulate|verify|dump|demo|models|validate`.
 
 Enters: arguments. Leaves: a table, or with --json one JSON document and nothing else, on standard output; exit status
 0 done, 1 an error of ours or a comparison that failed (one line on standard error, a traceback only with --debug),
@@ -90,6 +90,22 @@ def show(args: argparse.Namespace) -> Outcome:
 
     found = Plan.load(args.plan)
     return Outcome(found.to_dict(), found.table(ops=args.ops))
+
+
+def simulate(args: argparse.Namespace) -> Outcome:
+    """`autopar simulate plan.json`: step time, memory by stage, and the timeline."""
+    from pathlib import Path
+
+    from autopar import simulation
+    from autopar.cost import picture
+    from autopar.plan import Plan
+
+    found = simulation.simulate_plan(Plan.load(args.plan))
+    data = found.to_dict()
+    if args.timeline:
+        title = f"{found.plan.model['name']}: {found.plan.schedule}, {found.plan.microbatches} micro-batches"
+        data["timeline"] = str(picture.write(found.timeline, Path(args.timeline), found.held, title))
+    return Outcome(data, found.table())
 
 
 def verify(args: argparse.Namespace) -> Outcome:
@@ -195,6 +211,7 @@ def validate(args: argparse.Namespace) -> Outcome:
 COMMANDS = {
     "plan": plan,
     "show": show,
+    "simulate": simulate,
     "verify": verify,
     "dump": dump,
     "demo": demo,

@@ -105,6 +105,10 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], Any]], ver
     option("plan", metavar="plan.json")
     option("--ops", action="store_true", help="with every op, its layouts, bytes and seconds")
 
+    option = add("simulate", "step time, idle time and memory of a plan, by stage")
+    option("plan", metavar="plan.json")
+    option("--timeline", metavar="FILE", help="write a picture (.png, .svg, .pdf) or a Perfetto / Chrome trace (.json)")
+
     option = add("verify", "compare local ranks with one device", _model("4", "cpu"), pins)
     option("--dtype", choices=DTYPES, default="float64", help="(default: %(default)s)")
     option("--steps", type=_count, default=1, help="optimizer steps to compare after (default: 1)")

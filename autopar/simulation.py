@@ -1,0 +1,209 @@
+"""`autopar simulate`: one step of a plan, run in the event simulator from the figures that the plan holds.
+
+Enters: a `Plan`. Leaves: `Simulated`: its timeline, seconds and bytes by stage, as JSON data and as a table.
+Refused, with a `PlanError`: a plan whose stages do not fit its schedule.
+
+A plan prices each op for a whole batch, forward and backward together, and collectives, optimizer and memory for the
+slowest stage. So here: an op's seconds go to the stage that runs it, a micro-batch takes its share of them, and of a
+training step a third each goes to forward, input gradient and weight gradient (a quarter, twice that and a quarter
+where all is recomputed). What is exposed of collectives, and the optimizer, are shared out like the ops' seconds.
+A plan says nothing of the sends between stages: they take no time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autopar.cost.picture import summary
+from autopar.cost.simulate import StageTimes, simulate
+from autopar.cost.timeline import Floats, Held, Timeline
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from autopar.schedule import Schedule, build
+from autopar.schedule.check import check
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+THIRDS = (1 / 3, 1 / 3, 1 / 3)
+RECOMPUTED = (1 / 4, 1 / 2, 1 / 4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulated:
+    """A plan's step.
+
+    Fields:  forward_s, input_grad_s, weight_grad_s: [stages] of one micro-batch. activation_bytes, constant_bytes:
+             [stages] of one micro-batch, and of weights, gradients and optimizer states.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    forward_s: Floats
+    input_grad_s: Floats
+    weight_grad_s: Floats
+    activation_bytes: Floats
+    constant_bytes: Floats
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """Bytes over time on a device of each pipeline rank."""
+        return self.timeline.held_by_rank(self.activation_bytes, constant_bytes=self.constant_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data: seconds and bytes."""
+        schedule, plan = self.timeline.schedule, self.plan
+        held = self.timeline.held_by_stage(self.activation_bytes, constant_bytes=self.constant_bytes)
+        figures = dict(summary(self.timeline))
+        ranks = [{**r, "peak_memory_bytes": h.peak_bytes} for r, h in zip(figures["ranks"], self.held, strict=True)]
+        return {
+            **figures,
+            "predicted_step_time_s": plan.predicted["step_time_s"],
+            "schedule": plan.schedule,
+            "microbatches": plan.microbatches,
+            "virtual_stages": plan.virtual_stages,
+            "ranks": ranks,
+            "stages": [
+                {
+                    "stage": s,
+                    "rank": schedule.placement[s],
+                    "devices": list(plan.stages[s % schedule.depth]["devices"]),
+                    "blocks": len(plan.stages[s % schedule.depth]["blocks"]),
+                    "forward_s": float(self.forward_s[s % schedule.depth]),
+                    "backward_s": float((self.input_grad_s + self.weight_grad_s)[s % schedule.depth]),
+                    "peak_memory_bytes": h.peak_bytes,
+                }
+                for s, h in enumerate(held)
+            ],
+        }
+
+    def table(self) -> RenderableType:
+        """For people."""
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        from autopar.console import seconds, size
+
+        data = self.to_dict()
+        table = Table(box=box.SIMPLE_HEAD)
+        for name in ("stage", "rank", "devices", "blocks", "forward", "backward", "in flight", "memory"):
+            table.add_column(name, justify="right")
+        by_stage = check(self.timeline.schedule).in_flight_by_stage if self.plan.model["training"] else None
+        for row in data["stages"]:
+            table.add_row(
+                str(row["stage"]),
+                str(row["rank"]),
+                _ranges(row["devices"]),
+                str(row["blocks"]),
+                seconds(row["forward_s"]),
+                seconds(row["backward_s"]),
+                "-" if by_stage is None else str(by_stage[row["stage"]]),
+                size(row["peak_memory_bytes"]),
+            )
+        idle = ", ".join(f"{100 * rank['bubble']:.1f} %" for rank in data["ranks"])
+        head = (
+            f"step {seconds(data['step_time_s'])} ({seconds(data['predicted_step_time_s'])} in the plan); "
+            f"{self.plan.schedule}, {self.plan.microbatches} micro-batches"
+        )
+        return Group(Text(head), table, Text(f"idle by rank: {idle}"))
+
+
+def simulate_plan(plan: Plan) -> Simulated:
+    """One step of a plan. Raises: PlanError."""
+    schedule = _schedule(plan)
+    stages, m = len(plan.stages), plan.microbatches
+    op_s = np.zeros(stages)
+    for name, stage in stage_of_ops(plan).items():
+        op_s[stage] += plan.ops[name]["time_s"] + plan.ops[name]["communication_s"]
+    share = op_s / op_s.sum() if op_s.any() else np.full(stages, 1 / stages)
+
+    times, memory = plan.predicted["breakdown_s"], plan.predicted["memory"]
+    placement = np.array(schedule.placement[:stages])
+    slowest = float(np.bincount(placement, share).max())  # whose figures the plan has
+    optimizer_s = _total(times.get("optimizer", 0.0)) / slowest * share
+    busy_s = (_total(times.get("compute", 0.0)) + _total(times.get("exposed_communication", 0.0))) / slowest * share / m
+    recomputed = "full" in plan.recompute.values()
+    parts = (RECOMPUTED if recomputed else THIRDS) if plan.model["training"] else (1.0, 0.0, 0.0)
+    forward_s, input_grad_s, weight_grad_s = (busy_s * part for part in parts)
+    timeline = simulate(
+        schedule,
+        StageTimes(
+            forward_s=forward_s,
+            input_grad_s=input_grad_s,
+            weight_grad_s=weight_grad_s,
+            optimizer_s=optimizer_s if plan.model["training"] else 0.0,
+        ),
+    )
+
+    peaks = np.broadcast_to(np.asarray(plan.predicted["peak_memory_bytes"] or [0.0], dtype=np.float64), (stages,))
+    held = check(schedule).in_flight_by_stage if plan.model["training"] else [1] * schedule.stages
+    most = np.array(held[:stages], dtype=np.float64)
+    activation = np.minimum(_total(memory.get("activations", 0.0)) * share / m, peaks / np.maximum(most, 1))
+    if not plan.model["training"]:
+        activation[:] = 0.0
+    return Simulated(plan, timeline, forward_s, input_grad_s, weight_grad_s, activation, peaks - activation * most)
+
+
+def stage_of_ops(plan: Plan) -> dict[str, int]:
+    """The stage of each op of a plan, found by names alone: the plan's ops stand in the program's order.
+
+    An op whose module path lies in a block's is that block's. The ops between have blocks named before or after one,
+    which take what comes next and fits no module.
+    """
+    blocks = [(block, index) for index, stage in enumerate(plan.stages) for block in stage["blocks"]]
+    found: dict[str, int] = {}
+    at = 0
+    for name in plan.ops:
+        path = name.rsplit("/", 2)[0]
+        inside = next((i for i in range(at, len(blocks)) if _holds(blocks[i][0], path, name)), None)
+        if inside is not None:
+            at = inside
+        elif at + 1 < len(blocks) and not _between(blocks[at][0]) and _between(blocks[at + 1][0]):
+            at += 1
+        found[name] = blocks[at][1] if blocks else 0
+        if blocks and isinstance(blocks[at][0], Mapping) and blocks[at][0]["last_op"] == name:
+            at = min(at + 1, len(blocks) - 1)
+    return found
+
+
+def _holds(block: Any, path: str, name: str) -> bool:
+    if isinstance(block, Mapping):
+        return bool(block["first_op"] == name)
+    module = block.partition("#")[0]
+    return bool(path == module or path.startswith(module + "."))
+
+
+def _between(block: Any) -> bool:
+    return isinstance(block, str) and block.partition(":")[0] in ("before", "after") and ":" in block
+
+
+def _schedule(plan: Plan) -> Schedule:
+    ranks = plan.degrees["pp"]
+    schedule = build(plan.schedule if ranks > 1 else "gpipe", ranks, plan.virtual_stages, plan.microbatches)
+    if schedule.depth != len(plan.stages):
+        raise PlanError(
+            f"stages: {len(plan.stages)}, but {plan.schedule} on pp={ranks} with virtual_stages={plan.virtual_stages} "
+            f"has {schedule.depth}"
+        )
+    return schedule if plan.model["training"] else schedule.forward_only()
+
+
+def _total(figure: Any) -> float:
+    """A figure of a plan, which may be a number or one for each of several things."""
+    if isinstance(figure, Mapping):
+        return sum(map(_total, figure.values()))
+    return float(sum(map(_total, figure)) if isinstance(figure, (tuple, list)) else figure)
+
+
+def _ranges(devices: list[int]) -> str:
+    """`0-3` of consecutive devices, else the first and how many."""
+    first, last = min(devices, default=0), max(devices, default=0)
+    if len(devices) <= 2:
+        return ",".join(map(str, devices))
+    return f"{first}-{last}" if last - first + 1 == len(devices) else f"{first}, ... ({len(devices)})"
