@@ -83,9 +83,10 @@ def _first_or_second(call: Call) -> int:
 def joined(
     where: Callable[[Call, int], int], lift: Callable[[Sequence[int]], list[int | None]] = lambda s: list(range(len(s)))
 ) -> Callable[[Call], Rule | None]:
-    """cat and its relatives: the joined dim is whole; partial pieces give a partial whole.
+    """cat and its relatives: `x, x, ... -> (n x)` of equal pieces, which can be cut; unequal ones are whole there.
 
-    where: (call, rank of the output) -> joined dim. lift: for each dim of a lifted piece the dim of the piece it was.
+    Partial pieces give a partial whole. where: (call, rank of the output) -> joined dim. lift: for each dim of a lifted
+    piece the dim of the piece it was.
     """
 
     def build(call: Call) -> Rule | None:
@@ -93,8 +94,10 @@ def joined(
         places = [lift(s) for s in call.in_shapes]
         if any(len(p) != len(out) for p in places):
             return None  # old-style empty tensors among the pieces
-        at = where(call, len(out))
-        dims, sizes = letters(out, {at})
+        at, n = where(call, len(out)), len(places)
+        lengths = [1 if p[at] is None else s[p[at]] for s, p in zip(call.in_shapes, places, strict=True)]
+        equal = n > 1 and len(set(lengths)) == 1 and lengths[0] > 1
+        dims, sizes = letters([lengths[0] if d == at else size for d, size in enumerate(out)], () if equal else {at})
         ins = []
         for shape, place in zip(call.in_shapes, places, strict=True):
             mine: list[Dim] = [()] * len(shape)
@@ -102,7 +105,11 @@ def joined(
                 if source is not None:
                     mine[source] = dims[d]
             ins.append(tuple(mine))
-        return Rule(tuple(ins), (tuple(dims),), sizes, linear=(frozenset(range(len(ins))),))
+        every = (frozenset(range(n)),)
+        if not equal:
+            return Rule(tuple(ins), (tuple(dims),), sizes, linear=every)
+        joint = tuple(("n", *dim) if d == at else dim for d, dim in enumerate(dims))
+        return Rule(tuple(ins), (joint,), {**sizes, "n": n}, whole=frozenset("n"), linear=every)
 
     return build
 

@@ -5,6 +5,7 @@ input t n f, states l n h, weights... -> t n o, l n h, (l n c)        with batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from autopar.rules.call import Call
@@ -28,7 +29,21 @@ def layer(call: Call) -> Rule | None:
         return None
     batch = call.in_shapes[0][0 if call.arg("batch_first") else 1]
     outs = (sequence, *[state] * (len(call.out_shapes) - 1))
-    return Rule(tuple(ins), outs, {"n": batch}, filled=frozenset("n"), saves=tuple(range(len(ins))), saves_output=True)
+    return Rule(
+        tuple(ins),
+        outs,
+        {"n": batch},
+        filled=frozenset("n"),
+        flop=_products(call, math.prod(call.in_shapes[0][:2])),
+        saves=tuple(range(len(ins))),
+        saves_output=True,
+    )
+
+
+def _products(call: Call, rows: int) -> float:
+    """2 x every row of the input x every weight of a matrix."""
+    named = zip(call.named_inputs(), call.in_shapes, strict=True)
+    return 2.0 * rows * sum(math.prod(s) for name, s in named if name in ("params", "w_ih", "w_hh") and len(s) == 2)
 
 
 def cell(call: Call) -> Rule | None:
@@ -42,7 +57,14 @@ def cell(call: Call) -> Rule | None:
     if any(len(shape) != 2 for name, shape in zip(names, call.in_shapes, strict=True) if name in ("input", "hx")):
         return None
     sizes = {"n": call.in_shapes[0][0]}
-    return Rule(tuple(ins), (row,) * len(call.out_shapes), sizes, filled=frozenset("n"), saves=tuple(range(len(ins))))
+    return Rule(
+        tuple(ins),
+        (row,) * len(call.out_shapes),
+        sizes,
+        filled=frozenset("n"),
+        flop=_products(call, sizes["n"]),
+        saves=tuple(range(len(ins))),
+    )
 
 
 RULES: dict[str, Callable[[Call], Rule | None]] = {

@@ -105,3 +105,16 @@ def test_no_elements(fn: object) -> None:
 
 def test_booleans_have_no_partial_pieces() -> None:
     prove(lambda x: torch.cat([x > 0, x < 1]).chunk(2), X, mesh="2")
+
+
+def test_equal_pieces_are_cut_along_the_dim_that_joins_them() -> None:
+    """Two views of a batch, one after the other, and the halves of a rotated head."""
+    for dim in (0, 1):
+        proof = prove(lambda x, y, d=dim: torch.cat([x * 2, y], d).sin(), real(4, 6), real(4, 6, seed=1), mesh="2")
+        assert f"cat:d{dim}" in proof.factors
+        assert "cat:n" not in proof.factors
+
+
+def test_a_join_of_equal_pieces_and_its_chunks_are_cut_together() -> None:
+    proof = prove(lambda x, y: [p * 2 for p in torch.cat([x, y], 1).chunk(2, 1)], real(3, 4), real(3, 4), mesh="2")
+    assert {"cat:d1", "chunk:d1"} <= proof.factors
