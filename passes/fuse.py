@@ -36,7 +36,7 @@ class Fuse:
         groups = clusters(module.graph)
         if not groups:
             return module
-        graph = _Rewrite(module, groups, self.mode).run()
+        graph = _Rewrite(module, groups, self.mode).made()
         found = GraphModule(module, graph)
         found.meta.update(module.meta)
         return found
@@ -51,7 +51,7 @@ class _Rewrite:
         self.number = {g: i for i, g in enumerate(groups)}
         self.graph, self.copies = Graph(), dict[Node, Node]()
 
-    def run(self) -> Graph:
+    def made(self) -> Graph:
         for unit in self._ordered():
             if isinstance(unit, Group):
                 self._emit_group(unit)
