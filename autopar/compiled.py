@@ -1,4 +1,4 @@
-"""The local program under backend="aot": lowered to a forward and a backward graph when gradients are first wanted.
+"""The local program as lowered graphs: traced into a forward and a backward graph when gradients are first wanted.
 
 Enters: the program of one rank. Leaves: a function of its flat inputs. Without gradients the program runs op by op, as
 under "eager". Refused by AOTAutograd: one warning names the op and the user's line, and the program runs op by op.
@@ -40,10 +40,13 @@ class Compiled:
         recompute: Mapping[str, str],
         dump: Dump | None = None,
         kernels: str = "auto",
+        backend: str = "aot",
     ) -> None:
-        """recompute: level by block. kernels: "auto" (on GPUs), "on" (elsewhere in Triton's interpreter), "off"."""
+        """recompute: level by block. backend: "aot", or "inductor", which compiles both graphs.
+        kernels: "auto" (on GPUs), "on" (elsewhere in Triton's interpreter), "off".
+        """
         self.eager, self.program, self.recompute, self.dump = eager, program, recompute, dump
-        self.kernels = kernels
+        self.kernels, self.backend = kernels, backend
         self.graphs: list[Graphs] = []
         self.trained: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which inputs take a gradient; `eager` where AOTAutograd refused."""
@@ -58,9 +61,10 @@ class Compiled:
         interpreter = _Following(self.eager)
         parameters = frozenset(i for i, s in enumerate(self.program.sources) if s.kind == "parameter")
         made = len(self.graphs)
-        mode = mode_of(self.kernels, values[0].device.type)
+        mode = mode_of(self.kernels, values[0].device.type) if self.backend == "aot" else None
         passes = PASSES if mode is None else (*PASSES, Fuse(mode).run)
-        run = lower_to_graphs(interpreter.run, Partition(parameters, self.recompute), passes, self.told)
+        cut, inductor = Partition(parameters, self.recompute), self.backend == "inductor"
+        run = lower_to_graphs(interpreter.run, cut, passes, self.told, inductor)
         try:
             with warnings.catch_warnings():
                 # anomaly mode, in which AOTAutograd traces, tells of a refusal in a warning of many lines

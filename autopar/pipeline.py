@@ -171,7 +171,7 @@ def lower(
         _write(dump, "cast", program)
     graph = on_device(program.graph, device)
     program, eager = replace(program, graph=graph), GraphModule(nn.Module(), graph)
-    run = eager if backend == "eager" else Compiled(eager, program, recompute or {}, dump, kernels)
+    run = eager if backend == "eager" else Compiled(eager, program, recompute or {}, dump, kernels, backend)
     return Lowered(program, run, sinks_of(prepared, decisions, mesh))
 
 

@@ -64,11 +64,6 @@ def make_request(
         raise PlanError(f"kernels={kernels!r}: must be one of {', '.join(KERNELS)}")
     if backend not in BACKENDS:
         raise PlanError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
-    if backend == "inductor":
-        raise PlanError(
-            f"backend={backend!r}: this version of autopar has the eager and aot backends only; pass 'eager', "
-            "'aot' or 'auto'"
-        )
     topology, pinned = topology_of(mesh)
     pins = parse_pins({**pinned, **(pin or {})})
     profile = load_profile(topology.device)
@@ -78,9 +73,7 @@ def make_request(
     settings = Settings(pins, usable_bytes(profile, memory), optimizer, name, batch_dims)
     kind = "aot" if backend == "auto" else backend
     dump = _dump(dump_dir)
-    return Request(
-        topology, profile, settings, outputs, strict, discover, dump, kind, precision=asked, kernels=kernels
-    )
+    return Request(topology, profile, settings, outputs, strict, discover, dump, kind, precision=asked, kernels=kernels)
 
 
 def _dump(directory: str | None) -> Dump | None:

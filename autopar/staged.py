@@ -175,7 +175,9 @@ class _Builder:
             self.functions[key] = (
                 module
                 if eager
-                else Compiled(module, stage.program, self.recompute, self.dump, self.staging.kernels)
+                else Compiled(
+                    module, stage.program, self.recompute, self.dump, self.staging.kernels, self.staging.backend
+                )
             )
         return self.functions[key]
 

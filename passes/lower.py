@@ -254,11 +254,13 @@ def lower_to_graphs(
     partition: Partition,
     passes: Sequence[Callable[[GraphModule], GraphModule]],
     told: Callable[[Graphs], None],
+    inductor: bool = False,
 ) -> Callable[..., Any]:
     """A function that traces, cuts and runs `run` on its first call.
 
     Args:    run: the local program as a function of its flat inputs. passes: rewrite each of the two graphs.
-             told: is handed the graphs when they are made.
+             told: is handed the graphs when they are made. inductor: takes ops apart as Inductor wants them, and hands
+             it both graphs.
     """
     from functorch.compile import aot_function
 
@@ -273,7 +275,13 @@ def lower_to_graphs(
     def compiled(module: GraphModule, inputs: Any) -> Any:
         return boxed(module)
 
-    return aot_function(run, compiled, compiled, partition_fn=cut)
+    if not inductor:
+        return aot_function(run, compiled, compiled, partition_fn=cut)
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = select_decomp_table()
+    return aot_function(run, compile_fx_inner, compile_fx_inner, partition_fn=cut, decompositions=table)
 
 
 def boxed(module: GraphModule) -> Callable[[list[Any]], Any]:

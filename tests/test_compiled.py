@@ -86,3 +86,22 @@ def test_a_parameter_frozen_and_thawed():
     reference = Model()
     reference(x).backward()
     torch.testing.assert_close(m.inner.bias.grad, reference.inner.bias.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_inductor_compiles_both_graphs():
+    """The same graphs, taken apart further, and one C++ kernel or more instead of the ops."""
+    x = torch.randn(5, 4, dtype=torch.float64)
+    m = autopar.parallelize(Model(), autopar.Mesh("1"), example_args=(x,), backend="inductor")
+    reference = Model()
+    for _ in range(2):
+        loss, expected = m(x), reference(x)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for p, q in zip(m.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    assert compiled(m).graphs
+    assert compiled(m).trained
+    assert all(run is not compiled(m).eager for run in compiled(m).trained.values())

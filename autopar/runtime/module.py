@@ -26,6 +26,7 @@ from autopar.precision import Precision
 from autopar.program import OutputRef, Program
 from autopar.runtime.check import digest, same_everywhere, share, value_digest
 from autopar.runtime.moves import use_groups
+from autopar.runtime.optimizers import SHARDED
 from autopar.runtime.parameters import as_dtensor, full_tensors, local_of, place
 from autopar.runtime.pipeline_state import count_norms_over_stages, full_tensors_of_stages
 from autopar.runtime.process_mesh import ProcessMesh
@@ -99,6 +100,7 @@ class ParallelModule(nn.Module):
                 place(self, alias, state[name], persistent=persistent.get(name, True))
         if mesh.line is not None:
             count_norms_over_stages(self, mesh.line, self._owners)
+        SHARDED.add(self.parameters())
 
     # calls
 
@@ -251,6 +253,11 @@ class ParallelModule(nn.Module):
             yield
         finally:
             self._wholes.sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that ZeRO level 1 holds back are dropped, too."""
+        self._wholes.forget()
+        super().zero_grad(set_to_none)
 
     def parameters_changed(self) -> None:
         """Say that parameters were changed otherwise than by an optimizer's step or `load_state_dict`: at ZeRO levels 1

@@ -64,6 +64,11 @@ class Wholes:
         for whole in self._held.values():
             whole.value = None
 
+    def forget(self) -> None:
+        """Gradients are set to zero: drop what is held back."""
+        for whole in self._held.values():
+            whole.forget()
+
 
 class Whole:
     """One gathered parameter, and its gradients that are not reduced yet."""
@@ -85,7 +90,10 @@ class Whole:
             self.parameter, self.value = weakref.ref(parameter), None
             FOLLOWED.add(self, parameter)
         if parameter.grad is None:  # set to None since: what is held back of it is not wanted either
-            self.gradient, self.backwards, self.unsynced = None, 0, False
+            self.forget()
+
+    def forget(self) -> None:
+        self.gradient, self.backwards, self.unsynced = None, 0, False
 
     def gathered(self, shard: torch.Tensor) -> torch.Tensor:
         key = (shard.data_ptr(), shard._version)

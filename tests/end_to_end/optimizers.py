@@ -1,0 +1,124 @@
+"""Run on each rank: torch's optimizers, schedulers, clipping and hooks on a parallel module and on one device."""
+
+import torch
+
+import autopar
+from tests.end_to_end.parity import full
+from tests.end_to_end.small_models import BATCH, build, inputs, loss_of
+
+STEPS = 3
+OPTIMIZERS = {
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
+    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-3, foreach=True, amsgrad=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-3),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-3),
+    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=1e-3),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3),
+}
+
+
+def run_cases(payload):
+    """Returns: errors by what was tried; refusals by name."""
+    out = {"errors": {}, "refused": {}}
+    for pin in ({"dp": 2, "zero": 3}, {"tp": 2}):
+        for name, make in OPTIMIZERS.items():
+            out["errors"][f"{name} {pin}"] = _compare(pin, lambda m, make=make: _plain(m, make))
+        out["errors"][f"groups, scheduler, clipping, hooks {pin}"] = _compare(pin, _everything)
+        out["errors"][f"Muon {pin}"] = _compare(pin, _muon)
+    out["errors"]["kept gradients"] = _compare({"dp": 2, "zero": 1}, _kept, accumulate=2)
+    for name in ("Adafactor", "Rprop"):
+        for pin in ({"dp": 2, "zero": 3}, {"dp": 2, "zero": 0}):
+            out["refused"][f"{name} {pin['zero']}"] = _refusal(pin, getattr(torch.optim, name))
+    return out
+
+
+def _parallel(pin, accumulate=1):
+    args, kwargs = inputs("gpt")
+    return autopar.parallelize(
+        build("gpt"),
+        autopar.Mesh("2"),
+        example_args=args,
+        example_kwargs=kwargs,
+        pin=pin,
+        backend="eager",
+        accumulate=accumulate,
+    )
+
+
+def _compare(pin, train, accumulate=1):
+    """The largest error of a parameter after training; a step's length is the least scale."""
+    m, reference = _parallel(pin, accumulate), build("gpt")
+    train(m)
+    train(reference)
+    theirs = dict(reference.named_parameters())
+    errors = [float((full(p) - theirs[n]).abs().max() / theirs[n].abs().max()) for n, p in m.named_parameters()]
+    return max(errors)
+
+
+def _call(m, step, part=slice(None)):
+    args, kwargs = inputs("gpt", seed=step)
+    loss_of(m(*(x[part] for x in args), **kwargs)).backward()
+
+
+def _plain(m, make):
+    optimizer = make(m.parameters())
+    for step in range(STEPS):
+        _call(m, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _muon(m):
+    """Matrices by Muon, the rest by AdamW. Its iteration is in bfloat16."""
+    matrices = [p for n, p in m.named_parameters() if p.dim() == 2 and "embedding" not in n]
+    rest = [p for n, p in m.named_parameters() if p.dim() != 2 or "embedding" in n]
+    optimizers = torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)
+    for step in range(STEPS):
+        _call(m, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _everything(m):
+    """Groups by name and dimension, a scheduler, clipping by the global norm, both kinds of gradient hooks."""
+    decayed = [p for n, p in m.named_parameters() if p.dim() > 1 and "embedding" not in n]
+    others = [p for n, p in m.named_parameters() if p.dim() <= 1 or "embedding" in n]
+    seen = []
+    decayed[0].register_hook(lambda grad: grad * 2)
+    decayed[1].register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(STEPS):
+        _call(m, step)
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert len(seen) == STEPS
+
+
+def _kept(m):
+    """zero_grad(set_to_none=False), micro-batches, and gradients thrown away half-way."""
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    halves = slice(0, BATCH // 2), slice(BATCH // 2, BATCH)
+    _call(m, 9, halves[0])
+    m.zero_grad(set_to_none=False)
+    for step in range(STEPS):
+        for half in halves:
+            _call(m, step, half)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def _refusal(pin, make):
+    m = _parallel(pin)
+    optimizer = make(m.parameters(), lr=1e-3)
+    _call(m, 0)
+    try:
+        optimizer.step()
+    except autopar.PlanError as error:
+        return str(error)
+    return ""

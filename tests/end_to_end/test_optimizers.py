@@ -1,0 +1,26 @@
+"""Optimizers as they are: on two gloo ranks they train like one device, or are refused by name."""
+
+import pytest
+
+from autopar.runtime.launch import CAPTURE, run_ranks_local
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_ranks_local("tests.end_to_end.optimizers:run_cases", 2, {}, 280, preload=CAPTURE)
+
+
+def test_equal_to_one_device(found):
+    for rank in found:
+        assert len(rank["errors"]) == 19
+        for what, error in rank["errors"].items():
+            # Muon orthogonalises in bfloat16: rounding of its sums shows
+            assert error <= (1e-2 if what.startswith("Muon") else 1e-9), f"{what}: {error:.1e}"
+
+
+def test_what_dtensor_cannot_run_is_refused_by_name(found):
+    for name in ("Adafactor", "Rprop"):
+        said = found[0]["refused"][f"{name} 3"]
+        assert said.startswith(f"{name} cannot step sharded parameters"), said
+        assert "AdamW" in said
+        assert found[0]["refused"][f"{name} 0"] == ""  # whole parameters are none to it
