@@ -95,6 +95,16 @@ ADVICE: tuple[tuple[str, str, str], ...] = (
         "write the derivative out, or put it in an autograd.Function",
     ),
     (
+        r"DynamicOutputShape",
+        "the shape of an operator's result depends on data",
+        "keep shapes fixed: use a mask, or put the call in an autograd.Function",
+    ),
+    (
+        r"UnrolledError",
+        "a vmap is unrolled into one copy of its function for each slice",
+        "write the function for the whole batch",
+    ),
+    (
         r"missing .*required|unexpected keyword|takes .* positional|too many positional",
         "the example does not fit forward",
         "fix example_args / example_kwargs",

@@ -22,6 +22,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from autopar.capture.batched import vmap_unrolled
 from autopar.capture.blocks import find_blocks
 from autopar.capture.explain import explain, module_of, quiet, refuse, where_of
 from autopar.capture.functional import functionalise
@@ -46,7 +47,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     try:
         with (
             unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), values_unchecked(),
-            calls_refused(), regions_flat(), torch.enable_grad(),
+            calls_refused(), regions_flat(), vmap_unrolled(), torch.enable_grad(),
         ):  # fmt: skip
             exported = torch.export.export(model, copied_args, copied_kwargs, strict=False)
     except Exception as error:

@@ -97,6 +97,9 @@ class Copier:
                 self._casts.clear()
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             raise refuse(node, f"the operator {node.target.name()} cannot be split", "choose with torch.where")
+        elif getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            what = f"torch.func's {node.target.__name__.strip('_')} leaves operators that only this process can run"
+            raise refuse(node, what, "write the derivative out, or put it in an autograd.Function")
         else:
             args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
             if self._regions[-1] is not None and isinstance(node.target, torch._ops.OpOverload):
