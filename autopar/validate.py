@@ -5,7 +5,8 @@ measured and predicted; errors and rank correlation by source and in all; rows l
 Refused, with an error of ours: files and figures that `validate_rows` refuses. A row that cannot be expressed is
 listed.
 
-Errors are fractions of the measured value. Memory is what the device shows. A row fits when every stage does.
+Errors are fractions of the measured value. Memory is what tensors use, or what the device shows where the
+row says that nvidia-smi was read. A row fits when every stage does.
 """
 
 from __future__ import annotations
@@ -65,16 +66,18 @@ def predict(found: Read, fitted: Fitted = FITTED) -> list[Predicted]:
 
 
 def _predict(row: Published, rows: Sequence[Published], fitted: Fitted) -> Predicted:
-    expressed = run_of(row, rows)
-    if isinstance(expressed, str):
-        return Predicted(row, reason=expressed)
-    run, assumed = expressed
     try:
+        expressed = run_of(row, rows)
+        if isinstance(expressed, str):
+            return Predicted(row, reason=expressed)
+        run, assumed = expressed
         time_s = step_time(run, fitted).total_s
     except PlanError as error:
         return Predicted(row, reason=str(error))
-    size = peak_memory(run).total
-    return Predicted(row, time_s, size, "fit" if size <= run.profile.memory_bytes else "oom", None, assumed)
+    peak = peak_memory(run)
+    size = peak.total if "nvidia-smi" in row.note else peak.allocated
+    outcome = "fit" if peak.needed <= run.profile.memory_bytes else "oom"
+    return Predicted(row, time_s, size, outcome, None, assumed)
 
 
 def report(paths: Sequence[str | Path]) -> dict[str, Any]:
@@ -163,11 +166,14 @@ def table(data: dict[str, Any], rows: bool = True) -> RenderableType:
     parts: list[RenderableType] = []
     if rows:
         lines = Table(box=box.SIMPLE_HEAD)
-        for name in ("id", "measured s", "predicted s", "error", "measured GB", "predicted GB", "outcome", "predicted"):
-            lines.add_column(name, justify="left" if name == "id" else "right", overflow="fold")
+        for name in ("id", "measured s", "predicted", "error", "GB", "predicted", "outcome", "predicted"):
+            if name == "id":
+                lines.add_column(name, overflow="fold")  # ids are longer than a line has room for
+            else:
+                lines.add_column(name, justify="right", no_wrap=True)
         for row in data["rows"]:
             if row["reason"]:
-                lines.add_row(Text(row["id"]), Text(row["reason"], style="dim"))
+                lines.add_row(Text(f"{row['id']}: {row['reason']}", style="dim"))
                 continue
             measured, predicted = row["measured_s"], row["predicted_s"]
             error = f"{predicted / measured - 1:+.1%}" if measured else ""

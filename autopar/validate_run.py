@@ -9,7 +9,8 @@ What a source leaves open is assumed the same for every row of the kind:
                     compiled; Megatron, NeMo, DeepSpeed and Alpa fuse them
     attention       the vendor's fused kernel where ops are fused, on devices since H100; portable fused attention in
                     PyTorch's trainers; unfused before
-    zero            1 for Megatron's family, 3 for PyTorch's, where it is not stated and dp > 1
+    overlap         collectives beside compute in fused frameworks on devices since H100, and where the row says so
+    zero            1 for Megatron's family, 3 for PyTorch's; for compiled programs the lowest level that fits
     sp              on when tp > 1
     recompute       the cheapest policy that fits the memory
     micro-batch     1
@@ -26,7 +27,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autopar.cost.hardware import Link, Profile, load_profile, profile_names
-from autopar.cost.training import Run
+from autopar.cost.training_memory import fits
+from autopar.cost.training_run import Run
 from autopar.cost.transformer import Transformer, layers_of_stage
 from autopar.errors import MeshError
 from autopar.validate_rows import Published
@@ -67,6 +69,7 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
     assumed: list[str] = []
     model = _model(row, rows, assumed)
     torch_trainer = row.source.startswith(_TORCH_TRAINERS)
+    compiled = row.source.startswith("alpa") and "megatron" not in row.note  # a program made by XLA
     new_device = not profile.name.startswith(("v100", "a100"))
     fused = not torch_trainer or "compile on" in row.note
     attention = "flash" if torch_trainer else "native" if new_device else "plain"
@@ -74,7 +77,7 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
     micro = row.micro_seqs or _assume(assumed, "micro_seqs", 1.0)
     zero = row.zero
     if zero is None:
-        zero = 0 if dp == 1 else _assume(assumed, "zero", 3 if torch_trainer else 0 if "alpa" in row.source else 1)
+        zero = 0 if dp == 1 else 3 if torch_trainer else 0 if compiled else 1
     sp = bool(row.sp if row.sp is not None else tp > 1 and _assume(assumed, "sp", True))
     schedule = row.schedule if pp > 1 else "none"
     virtual = row.virtual_stages or 1
@@ -104,15 +107,32 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
         precision=row.precision or "bf16",
         attention=attention,
         fused=fused,
-        dropout=not (torch_trainer or new_device or model.gated),
+        dropout=not (torch_trainer or new_device or model.gated or compiled),
         reduce_bytes=2 if row.precision == "fp16" or "reduced in bf16" in row.note else 4,
         stage_layers=tuple(layers_of_stage(model.layers, chunks, short, int(last[1]) if last else None))
         if whole
         else (),
+        apart="unsharded" in row.note,
+        racks=_racks(profile, row.nodes or 1),
+        overlap="async TP" in row.note or (new_device and not torch_trainer),
+        widened=not compiled and row.precision == "fp16",
     )
     if row.recompute not in ("none", "selective", "full"):
-        run = replace(run, recompute=_assume(assumed, "recompute", "none" if new_device else "full"))
+        run = _first_that_fits(run, "recompute", ("none", "selective", "full"), assumed)
+    if row.zero is None and dp > 1:
+        levels = (0, 2, 3) if compiled else (zero,)
+        run = _first_that_fits(run, "zero", levels, assumed)
     return run, tuple(assumed)
+
+
+def _first_that_fits(run: Run, name: str, values: Sequence[object], assumed: list[str]) -> Run:
+    """The run with the first, cheapest value that fits the memory, or with the last."""
+    for value in values:
+        run = replace(run, **{name: value})  # type: ignore[arg-type]
+        if fits(run):
+            break
+    _assume(assumed, name, value)
+    return run
 
 
 def _assume(assumed: list[str], name: str, value: T) -> T:
@@ -155,6 +175,13 @@ def _heads_like(row: Published, rows: Sequence[Published]) -> int:
     return best.heads or 1
 
 
+def _racks(profile: Profile, nodes: int) -> int:
+    """Groups of nodes that share the middle level, where the device has one: up to 18 nodes, dividing evenly."""
+    if len(profile.links) < 3 or nodes <= 18:
+        return 1
+    return nodes // next(n for n in (18, 16, 12, 8, 6, 4, 2, 1) if nodes % n == 0)
+
+
 @functools.lru_cache(maxsize=256)
 def _profile(device: str, between_gb_per_s: float | None) -> Profile:
     """The profile of a published device name, its slower links replaced where the source states their bandwidth.
@@ -167,5 +194,5 @@ def _profile(device: str, between_gb_per_s: float | None) -> Profile:
     profile = load_profile(name)
     if not between_gb_per_s:
         return profile
-    link: Link = replace(profile.link(1), bandwidth_bytes_per_s=between_gb_per_s * 1e9 * _PORT_FRACTION)
-    return replace(profile, links=(profile.links[0], link))
+    link: Link = replace(profile.links[-1], bandwidth_bytes_per_s=between_gb_per_s * 1e9 * _PORT_FRACTION)
+    return replace(profile, links=(*profile.links[:-1], link))

@@ -29,20 +29,20 @@ class Fitted:
              step_s: fixed cost of a step: data, gradient norm, loss scale, host.
     """
 
-    eager_traffic: float = 2.68
-    fused_traffic: float = 1.1
-    logit_traffic: float = 0.8
-    score_traffic: float = 0.81
-    host_kernel_s: float = 6e-6
-    flash_half_dim: float = 14.5
-    flash_backward: float = 0.778
-    odd_head_fraction: float = 0.066
-    overlap_slowdown: float = 0.6
-    accumulate_fraction: float = 0.5
-    send_sync_s: float = 1.74e-4
-    collective_sync_s: float = 1.9e-5
-    straggler_fraction: float = 0.0116
-    step_s: float = 0.011
+    eager_traffic: float = 2.17
+    fused_traffic: float = 1.33
+    logit_traffic: float = 0.7
+    score_traffic: float = 0.926
+    host_kernel_s: float = 6e-06
+    flash_half_dim: float = 14.0
+    flash_backward: float = 0.736
+    odd_head_fraction: float = 0.0741
+    overlap_slowdown: float = 0.621
+    accumulate_fraction: float = 0.405
+    send_sync_s: float = 0.000167
+    collective_sync_s: float = 1.86e-05
+    straggler_fraction: float = 0.0121
+    step_s: float = 0.0115
 
 
 FITTED = Fitted()

@@ -16,11 +16,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost.training import Run, chunk_layers
+from autopar.cost.training_run import Run
 from autopar.cost.transformer import Shard, Transformer
 
-CONTEXT_BYTES = 1.6e9  # [measured] driver context, libraries and communication buffers, outside the allocator
-FRAGMENTATION = 1.05  # [measured] memory the allocator holds over what tensors use, at the peak
+CONTEXT_BYTES = 1.2e9
+"""[measured] driver context and libraries, outside the allocator."""
+
+COMMUNICATOR_BYTES = 0.6e9
+"""[measured] buffers of one communicator, one for each axis in use and one of all ranks."""
+
+FRAGMENTATION = 1.06
+"""[measured] memory the allocator holds over what tensors use, at the peak."""
+
+LOGIT_BYTES = 6
+"""[derived] bytes of a logit at the peak of the loss: 16-bit, and an fp32 copy that its gradient overwrites."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +47,13 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one stage on one rank."""
+    """Bytes of one stage on one rank. context: outside the allocator."""
 
     states: float
     gathered: float
     activations: float
     working: float
+    context: float
 
     @property
     def allocated(self) -> float:
@@ -51,21 +61,28 @@ class StageMemory:
         return self.states + self.gathered + self.activations + self.working
 
     @property
+    def needed(self) -> float:
+        """Below this a run ends out of memory: tensors and context. An allocator short of memory gives caches back."""
+        return self.allocated + self.context
+
+    @property
     def total(self) -> float:
-        """What the device shows: with what the allocator and the context hold beside the tensors."""
-        return self.allocated * FRAGMENTATION + CONTEXT_BYTES
+        """What the device shows: with what the allocator holds beside the tensors."""
+        return self.allocated * FRAGMENTATION + self.context
 
 
 def state_bytes(
-    zero: int, ranks: int, precision: str = "bf16", gradient_bytes: int = 2, fsdp: bool = False
+    zero: int, ranks: int, precision: str = "bf16", gradient_bytes: float = 2, copied: float = 0, fsdp: bool = False
 ) -> StateBytes:
     """Bytes a parameter with Adam.
 
     16-bit training: 2 of weights, `gradient_bytes` of gradients, 12 of master weights and two moments; fp32: 4, 4, 8.
+    copied: bytes of 16-bit gradients widened for the update, sharded like the moments.
     fsdp: the fp32 master weights are the stored parameters, and 16-bit copies live only while gathered.
-    Source:  Rajbhandari et al. 2020: 4 + 12/N, 2 + 14/N and 16/N bytes for levels 1, 2 and 3.
+    Source:  Rajbhandari et al. 2020: 4 + 12/N, 2 + 14/N and 16/N bytes for levels 1, 2 and 3. Megatron-LM's
+             distributed optimizer: 4 + 16/N with fp16 gradients (4 of them copied), 6 + 12/N with fp32 ones.
     """
-    weights, gradients, optimizer = 2.0, float(gradient_bytes), 12.0
+    weights, gradients, optimizer = 2.0, float(gradient_bytes), 12.0 + copied
     if precision == "fp32" or fsdp:
         weights, gradients, optimizer = 4.0, 4.0, 8.0
     return StateBytes(
@@ -86,6 +103,8 @@ def activation_bytes(model: Transformer, shard: Shard, recompute: str = "none", 
     outside = t if shard.sp else 1
     if recompute == "full":
         return 2 * tokens * h / outside
+    if recompute == "selective" and shard.attention == "flash":
+        return tokens * _selected_bytes(model, shard)
     mask = 1 if shard.dropout else 0
     kv = model.kv_heads / model.heads
     inner = model.ffn * (3 if model.gated else 2) * 2 / t * (model.top_k if moe else 1)
@@ -97,6 +116,14 @@ def activation_bytes(model: Transformer, shard: Shard, recompute: str = "none", 
     return tokens * (whole + local + inner + scores)
 
 
+def _selected_bytes(model: Transformer, shard: Shard) -> float:
+    """A token's bytes where the outputs of every other product are kept, the layer's input and attention's output."""
+    outside = shard.tp if shard.sp else 1
+    kv = model.kv_heads / model.heads
+    products = (2 + 2 * kv) * model.hidden + (3 if model.gated else 2) * model.ffn / 2
+    return 2 * (model.hidden / outside + (model.hidden + products) / shard.tp)
+
+
 def in_flight(schedule: str, stage: int, stages: int, microbatches: int, virtual: int = 1) -> float:
     """Micro-batches whose activations a stage holds at its peak, counting all of its layers."""
     left = stages - stage
@@ -104,11 +131,11 @@ def in_flight(schedule: str, stage: int, stages: int, microbatches: int, virtual
         return 1.0
     if schedule == "gpipe":
         return float(microbatches)
-    if schedule == "interleaved-1f1b":  # Korthikanti et al., section 4.2.3, of the first stage
+    if schedule in ("interleaved-1f1b", "looped-bfs"):  # Korthikanti et al., section 4.2.3, of the first stage
         return min(float(microbatches), left + (stages - 1) / virtual)
     if schedule == "zb-2p":
         return float(min(2 * stages - 1, microbatches))
-    if schedule in ("zb-v", "zb-h1"):
+    if schedule in ("zb-v", "zb-h1", "dualpipe-v"):
         return float(min(stages, microbatches))
     return float(min(left, microbatches))
 
@@ -116,35 +143,30 @@ def in_flight(schedule: str, stage: int, stages: int, microbatches: int, virtual
 def stage_memory(run: Run, stage: int) -> StageMemory:
     """Bytes of one stage on one rank."""
     model, shard = run.model, run.shard
-    count = chunk_layers(run, stage)
-    first, last = stage == 0, stage == run.pp - 1
-    if run.schedule == "zb-v":
-        last = first
-    share = sum(map(model.has_experts, range(model.layers))) / model.layers
-    body = model.layer_parameters(False)
-    routed = model.experts * model.expert_parameters
-    mixture = body - model.expert_parameters + routed / run.ep
-    layer_weights = (share * mixture + (1 - share) * body) / run.tp
-    table = model.embedding_parameters / run.tp
-    parameters = count * layer_weights
-    parameters += table + model.positions * model.hidden if first else 0.0
-    parameters += table if last and not (first and model.tied) else 0.0
-    states = state_bytes(run.zero, run.dp * run.cp, run.precision, run.reduce_bytes, fsdp=run.zero >= 2 and run.pp == 1)
-    gathered = layer_weights * (2 * 2 + 4) + (2 * table if run.zero == 3 else 0.0) if run.zero >= 2 else 0.0
-    one = share * activation_bytes(model, shard, run.recompute, True)
-    one += (1 - share) * activation_bytes(model, shard, run.recompute)
-    activations = count * one * in_flight(run.schedule, stage, run.pp, run.microbatches, run.virtual)
+    last = stage == (0 if run.folded else run.pp - 1)
+    states = run.weights(stage) * _states(run).total
+    gathered = 0.0
+    if run.sharded_trainer:
+        layer_weights = sum(share * run.layer_weights(moe) for moe, share in run.kinds)
+        gathered = layer_weights * (2 * 2 + 4)
+        gathered += 2 * model.embedding_parameters / run.tp if run.zero == 3 else 0.0
+    kept = sum(share * activation_bytes(model, shard, run.recompute, moe) for moe, share in run.kinds)
+    activations = run.layers(stage) * kept * in_flight(run.schedule, stage, run.pp, run.microbatches, run.virtual)
     working = 0.0
     if run.recompute != "none":
-        working = activation_bytes(model, shard, "none", share > 0) - activation_bytes(
-            model, shard, run.recompute, share > 0
-        )
+        working = max(activation_bytes(model, shard, "none", moe) for moe, _ in run.kinds) - kept
     if last:
         tokens = shard.tokens(model)
-        logits = tokens * model.vocab / run.tp * (2 + 4 + 4)  # 16-bit logits, their fp32 copy, the gradient
         activations += 4 * tokens * model.hidden
-        working = max(working, logits)
-    return StageMemory(parameters * states.total, gathered, activations, working)
+        working = max(working, tokens * model.vocab / run.tp * LOGIT_BYTES)
+    communicators = 1 + sum(degree > 1 for degree in (run.tp, run.cp, run.dp, run.pp))
+    return StageMemory(states, gathered, activations, working, CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators)
+
+
+def _states(run: Run) -> StateBytes:
+    gradients = run.reduce_bytes + (2 if run.apart else 0)
+    copied = 4 if run.widened else 0
+    return state_bytes(run.zero, run.axes["data"].size, run.precision, gradients, copied, run.sharded_trainer)
 
 
 def peak_memory(run: Run) -> StageMemory:
@@ -154,4 +176,4 @@ def peak_memory(run: Run) -> StageMemory:
 
 def fits(run: Run) -> bool:
     """Does every stage fit the device?"""
-    return peak_memory(run).total <= run.profile.memory_bytes
+    return peak_memory(run).needed <= run.profile.memory_bytes

@@ -1,0 +1,191 @@
+"""Published runs: the errors of today with a margin, both file forms, and every way a file can be wrong."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopar.cli import main
+from autopar.errors import PlanError
+from autopar.validate import predict, report, spearman, summary
+from autopar.validate_rows import read
+
+DATA = Path(__file__).parent / "cost" / "data" / "published_runs.csv"
+
+
+@pytest.fixture(scope="module")
+def published():
+    found = read([DATA])
+    return predict(found)
+
+
+# (median, 90th percentile) that each source reaches, with a margin of about a tenth; see tests/bench/validation.md.
+BOUNDS = {
+    "alpa_osdi22": (0.08, 0.40),
+    "bigscience_bloom_sweeps": (0.09, 0.22),
+    "korthikanti_2022": (0.07, 0.12),
+    "llm_foundry": (0.04, 0.10),
+    "megatron_sc21": (0.05, 0.56),
+    "nvidia_dgxc_benchmarking": (0.055, 0.10),
+    "torchtitan": (0.07, 0.09),
+    "zero_bubble_2023": (0.045, 0.08),
+    "all": (0.05, 0.15),
+}
+
+
+@pytest.mark.parametrize("source", BOUNDS)
+def test_time(published, source):
+    errors = summary(published)["time"][source]
+    median, p90 = BOUNDS[source]
+    assert errors["median"] <= median
+    assert errors["p90"] <= p90
+
+
+def test_the_bar_of_complete_rows(published):
+    errors = summary([p for p in published if p.row.weight_class in "AB"])["time"]["all"]
+    assert errors["n"] >= 420
+    assert errors["median"] <= 0.055
+    assert errors["p90"] <= 0.16
+
+
+def test_ranks(published):
+    data = summary(published)
+    assert data["time"]["all"]["spearman"] >= 0.99
+    assert data["groups"]["n"] >= 45
+    assert data["groups"]["median_spearman"] >= 0.95
+
+
+def test_memory_and_outcomes(published):
+    data = summary(published)
+    assert data["memory"]["all"]["median"] <= 0.08
+    assert data["memory"]["all"]["p90"] <= 0.17
+    assert data["outcome"]["right"] >= 0.97 * data["outcome"]["n"]
+
+
+def test_rows_left_out_are_counted_by_reason(published):
+    data = summary(published)
+    assert sum(data["skipped"].values()) == 11
+    assert [reason for reason in data["skipped"] if "convolutional" in reason]
+
+
+def test_assumptions_are_named(published):
+    by_id = {p.row.id: p for p in published}
+    assert by_id["bs_177B_n384_tp1_pp48_dp8_mb1_gbs2048_hNone"].assumed == ("heads 96",)
+    assert by_id["kort_t5_22B_full"].assumed == ()
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """Every thirtieth row."""
+    path = tmp_path_factory.mktemp("published") / "few.csv"
+    header, *rows = DATA.read_text().splitlines()
+    path.write_text("\n".join([header, *rows[::30], *(row for row in rows if "wresnet" in row)]))
+    return str(path)
+
+
+def test_json_has_the_documented_form(few, capsys):
+    assert main(["validate", few, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {"rows", "time", "memory", "outcome", "skipped"} <= data.keys()
+    keys = "id source measured_s predicted_s measured_bytes predicted_bytes outcome predicted_outcome reason".split()
+    assert all(set(keys) <= row.keys() for row in data["rows"])
+    assert set(data["time"]["all"]) == {"n", "median", "p90", "spearman"}
+    assert set(data["outcome"]) == {"n", "right"}
+
+
+def test_table(few, capsys):
+    assert main(["validate", few, "--summary"]) == 0
+    shown = capsys.readouterr().out
+    assert "90th percentile" in shown
+    assert "left out: convolutional" in shown
+    assert "llmf_" not in shown
+    assert main(["validate", few]) == 0
+    assert "llmf_" in capsys.readouterr().out
+
+
+def test_spearman():
+    assert spearman(np.array([1, 2, 3.0]), np.array([10, 20, 15.0])) == pytest.approx(0.5)
+    assert spearman(np.array([1, 1, 2.0]), np.array([3, 3, 9.0])) == pytest.approx(1.0)
+    assert spearman(np.array([1, 1.0]), np.array([1, 2.0])) is None
+
+
+YAML = """
+source: {id: somewhere}
+rows:
+- id: one
+  model: {name: GPT-22B, layers: 48, hidden: 6144, heads: 64, ffn: 24576, vocab: 51200, seq_len: 2048}
+  batch: {global_seqs: 4, micro_seqs: 4}
+  precision: bf16
+  hw: {gpu: A100-80GB-SXM, gpus_per_node: 8, inter_node_GBps_per_gpu_unidir: 25, n_gpus: 8}
+  par: {tp: 8, pp: 1, dp: 1, zero: 0, seq_parallel: true, recompute: selective (attention core)}
+  measured: {iter_time_s: 1.1, peak_mem_gib: 40}
+- id: two
+  model: {name: Llama-8B, layers: 32, hidden: 4096, heads: 32, kv_heads: 8, ffn: 14336, vocab: 128256, seq_len: 8192}
+  batch: {local_batch: 2, global_seqs: 32}
+  precision: float8
+  hw: {gpu: H100, n_gpus: 16}
+  par: {dp: 16}
+  measured: {tokens_per_s_per_gpu: 6000}
+- {id: three, gpu: A100, tflops: 3}
+"""
+
+
+def test_yaml(tmp_path):
+    path = tmp_path / "runs.yaml"
+    path.write_text(YAML)
+    data = report([path])
+    [one, *others] = data["rows"]
+    assert one["predicted_s"] == pytest.approx(1.1, rel=0.1)
+    assert one["measured_bytes"] == 40 * 2**30
+    assert [row["reason"] for row in others] == ["fp8 or fp4", "not a training run"]
+    assert data["skipped"] == {"fp8 or fp4": 1, "not a training run": 1}
+
+
+def csv(tmp_path, **changes):
+    row = dict(
+        id="a", source="b", layers="2", hidden="64", seq_len="8", global_seqs="8", micro_seqs="1", dp="8", nodes="1"
+    )
+    row |= {"devices_per_node": "8", "device": "h100-sxm", "step_time_s": "1", "outcome": "fit", "precision": "bf16"}
+    row |= changes
+    path = tmp_path / "runs.csv"
+    path.write_text(",".join(row) + "\n" + ",".join(row.values()) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": "x"}, r"runs.csv line 2 \(a\): field 'layers' is 'x', not a number"),
+        ({"hidden": "2.5"}, "field 'hidden' is 2.5; it must be a whole number"),
+        ({"step_time_s": "-1"}, "field 'step_time_s' is -1; it must be a number >= 0"),
+        ({"sp": "maybe"}, "field 'sp' is 'maybe', neither 0 nor 1"),
+        ({"dp": "4"}, "field 'dp' contradicts: tp x pp x cp x dp = 4, nodes x devices_per_node = 8"),
+    ],
+)
+def test_wrong_figures_name_file_row_and_field(tmp_path, changes, message):
+    with pytest.raises(PlanError, match=message):
+        report([csv(tmp_path, **changes)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "h300"}, "device: unknown device 'h300'"),
+        ({"layers": ""}, "layers not stated"),
+        ({"schedule": "sideways", "pp": "2", "dp": "4"}, "schedule 'sideways' is none of"),
+    ],
+)
+def test_rows_that_cannot_be_expressed_are_listed(tmp_path, changes, reason):
+    [row] = report([csv(tmp_path, **changes)])["rows"]
+    assert row["reason"].startswith(reason)
+    assert row["predicted_s"] is None
+
+
+def test_files_of_no_known_form(tmp_path, capsys):
+    for name, text in (("runs.txt", ""), ("runs.yaml", "{[")):
+        (tmp_path / name).write_text(text)
+        assert main(["validate", str(tmp_path / name)]) == 1
+        assert capsys.readouterr().err.startswith("autopar: PlanError: ")
+    assert main(["validate", str(tmp_path / "none.csv")]) == 1
+    assert "cannot read" in capsys.readouterr().err
