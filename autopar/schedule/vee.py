@@ -65,10 +65,9 @@ def dualpipe_v(rank: int, ranks: int, virtual: int, microbatches: int) -> Ints:
 
 
 def _row(phases: Phases, rank: int, ranks: int, microbatches: int) -> Ints:
-    words = np.concatenate([np.tile(pattern.split(), times) for pattern, times in phases])
-    works = np.array([WORKS.index(word[0]) for word in words])
-    local = np.array([int(word[1:] or -1) for word in words])
-    each = np.zeros(len(words), dtype=np.int64)
+    parts = [np.tile([(WORKS.index(word[0]), int(word[1:] or -1)) for word in p.split()], (n, 1)) for p, n in phases]
+    works, local = np.concatenate(parts).T
+    local, each = local.copy(), np.zeros(len(works), dtype=np.int64)
     for stage in (0, 1):
         for kinds in ("F", "BI", "W"):  # a backward is counted alike whether it is whole or not
             at = np.flatnonzero((local == stage) & np.isin(works, [WORKS.index(k) for k in kinds]))
