@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
@@ -72,6 +73,12 @@ def rule_of(node: Node) -> Rule | None:
     if node.target._schema.is_mutable:
         return None  # capture has written in-place calls as new values; what still writes is not split
     call = Call(node)
+    if (
+        not call.inputs
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        and node.target.namespace == "aten"
+    ):
+        return Rule((), tuple(((),) * len(s) for s in call.out_shapes), {})  # a factory: each rank makes all of it
     build = TABLE.get(node.target._schema.name.removeprefix("aten::"))
     found = build(call) if build is not None else None
     if found is None and build is None and pointwise.is_pointwise(call):

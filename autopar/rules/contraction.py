@@ -212,7 +212,7 @@ def cdist(call: Call) -> Rule:
 
 RULES: dict[str, Callable[[Call], Rule | None]] = {
     "linear": linear,
-    **dict.fromkeys("matmul linalg_matmul mm bmm mv dot".split(), matmul),
+    **dict.fromkeys("matmul linalg_matmul mm bmm mv dot vdot".split(), matmul),
     "addmm": _added("m k, k n", "m n"),
     "addmv": _added("m k, k", "m"),
     "baddbmm": _added("b m k, b k n", "b m n"),

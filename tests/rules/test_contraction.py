@@ -64,6 +64,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "bmm": case(lambda x, y: torch.bmm(x, y), real(2, 3, 4), real(2, 4, 2)),
     "mv": case(lambda x, y: torch.mv(x, y), real(3, 4), real(4)),
     "dot": case(lambda x, y: torch.dot(x, y), real(4), real(4, seed=1)),
+    "vdot": case(lambda x, y: torch.vdot(x, y), real(4), real(4, seed=1)),
     "outer": case(lambda x, y: torch.outer(x, y), real(4), real(3)),
     "ger": case(lambda x, y: torch.ger(x, y), real(4), real(3)),
     "addmm": (

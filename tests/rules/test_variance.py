@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.rules.variance import RULES
+from autopar.rules.call import Call
+from autopar.rules.variance import RULES, variance
 from tests.rules.cases import Case, case, prove_op, real
-from tests.rules.prove import prove
+from tests.rules.prove import program_of, prove
 
 aten = torch.ops.aten
 X = real(4, 5)
@@ -105,3 +106,10 @@ def test_the_gradient_at_zero_is_torchs(fn: object) -> None:
 
 def test_the_variance_of_values_far_from_zero() -> None:
     prove(lambda x: x.var(1), (X.detach() + 1e6).requires_grad_(True), mesh="2")
+
+
+def test_no_shard_is_empty_where_torch_would_warn_of_it() -> None:
+    """Rows on ranks that hold none have a variance of no rows."""
+    rows = Call(next(n for n in program_of(lambda x: x.var(1), (real(4, 5),)).calls))
+    assert "d0" in variance(rows).filled
+    prove(lambda x: x.var(1) + x.std(1), real(4, 5), mesh="3", split=False)

@@ -53,10 +53,14 @@ def test_factories(fn: object) -> None:
     prove(fn, X, mesh="2")
 
 
-def test_a_factory_has_no_rule() -> None:
-    program = program_of(lambda x: x + torch.arange(5), (X,))
+def test_a_factory_is_made_whole_by_rule() -> None:
+    """strict=True must not stumble over `torch.arange(x.shape[1])`."""
+    program = program_of(lambda x: x + torch.arange(5) + torch.zeros(5), (X,))
+    assert all(op.has_rule for op in analyse(program, strict=True).ops.values())
     (node,) = [n for n in program.calls if n.target is aten.arange.default]
-    assert rule_of(node) is None
+    found = rule_of(node)
+    assert found is not None
+    assert found.outs == (((),),)
 
 
 @pytest.mark.parametrize("target", [aten.relu_.default, aten.add_.Tensor, aten.mul.out])
