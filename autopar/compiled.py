@@ -20,10 +20,13 @@ from autopar.codegen.load import mode_of
 from autopar.dump import Dump
 from autopar.dump_lowered import backward_text, forward_text, kernels_text
 from autopar.passes.fuse import Fuse
-from autopar.passes.lower import Graphs, Partition, lower_to_graphs
+from autopar.passes.lower import Graphs, Partition, boxed, lower_to_graphs
 from autopar.passes.merge_collectives import MergeCollectives, MergeGathers
 from autopar.passes.overlap import Overlap, Prefetch
+from autopar.passes.reuse import Reuse
+from autopar.passes.split_backward import SplitBackward
 from autopar.program import Program, record
+from autopar.runtime.backward_split import splittable
 from autopar.user_function import op_text
 
 PASSES = (MergeCollectives().run, MergeGathers().run, Overlap().run, Prefetch().run)
@@ -41,12 +44,14 @@ class Compiled:
         dump: Dump | None = None,
         kernels: str = "auto",
         backend: str = "aot",
+        split: bool = False,
     ) -> None:
-        """recompute: level by block. backend: "aot", or "inductor", which compiles both graphs.
+        """recompute: level by block. backend: "aot", or "inductor", which compiles both graphs. split: the backward can
+        leave the gradients of weights for later (see `runtime.backward_split`).
         kernels: "auto" (on GPUs), "on" (elsewhere in Triton's interpreter), "off".
         """
         self.eager, self.program, self.recompute, self.dump = eager, program, recompute, dump
-        self.kernels, self.backend = kernels, backend
+        self.kernels, self.backend, self.split = kernels, backend, split and backend == "aot"
         self.graphs: list[Graphs] = []
         self.trained: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which inputs take a gradient; `eager` where AOTAutograd refused."""
@@ -62,9 +67,12 @@ class Compiled:
         parameters = frozenset(i for i, s in enumerate(self.program.sources) if s.kind == "parameter")
         made = len(self.graphs)
         mode = mode_of(self.kernels, values[0].device.type) if self.backend == "aot" else None
-        passes = PASSES if mode is None else (*PASSES, Fuse(mode).run)
         cut, inductor = Partition(parameters, self.recompute), self.backend == "inductor"
-        run = lower_to_graphs(interpreter.run, cut, passes, self.told, inductor)
+        passes = PASSES if mode is None else (*PASSES, Fuse(mode).run)
+        if not inductor and not self.split:  # Inductor reuses memory itself; a split graph is run in another order
+            passes = (*passes, Reuse().run)
+        late = self.split_backward if self.split else None
+        run = lower_to_graphs(interpreter.run, cut, passes, self.told, inductor, late)
         try:
             with warnings.catch_warnings():
                 # anomaly mode, in which AOTAutograd traces, tells of a refusal in a warning of many lines
@@ -79,6 +87,16 @@ class Compiled:
             return self.eager(*values)
         self.trained[wanted] = run
         return results
+
+    @property
+    def splits(self) -> bool:
+        """Does the backward leave weight gradients for later when it is asked to?"""
+        return self.split and self.eager not in self.trained.values()
+
+    def split_backward(self, backward: GraphModule) -> Callable[[list[Any]], Any]:
+        weights = [i for i, s in enumerate(self.program.sources) if s.kind != "received"]
+        first, second, shape = SplitBackward(weights).run(backward)
+        return splittable(boxed(backward), boxed(first), boxed(second), shape)
 
     def told(self, graphs: Graphs) -> None:
         self.graphs.append(graphs)

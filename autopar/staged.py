@@ -41,6 +41,7 @@ from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.pipeline_program import PipelineProgram, Result, StageProgram, Stages
 from autopar.runtime.process_mesh import ProcessMesh
 from autopar.schedule.build import build
+from autopar.schedule.table import INPUT_GRAD
 from autopar.solver.stages import stage_of_ops
 
 
@@ -150,6 +151,11 @@ class _Builder:
         return Lowered(first, Pipeline(program, self.schedule, self.staging.mesh), sinks)
 
     @property
+    def splits(self) -> bool:
+        """Does the schedule part input gradients from weight gradients?"""
+        return any((row.codes[:, 1] == INPUT_GRAD).any() for row in self.schedule.rows)
+
+    @property
     def rank(self) -> int:
         line = self.staging.mesh.line
         return line.index if line is not None else 0
@@ -171,13 +177,11 @@ class _Builder:
         key = (stage.index, str(stage.program.graph))
         if key not in self.functions:
             module = GraphModule(nn.Module(), stage.program.graph)
-            eager = self.staging.backend == "eager"
+            staging, program = self.staging, stage.program
             self.functions[key] = (
                 module
-                if eager
-                else Compiled(
-                    module, stage.program, self.recompute, self.dump, self.staging.kernels, self.staging.backend
-                )
+                if staging.backend == "eager"
+                else Compiled(module, program, self.recompute, self.dump, staging.kernels, staging.backend, self.splits)
             )
         return self.functions[key]
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.compare import LEARNING_RATE, TINY_GRADIENT, Tensors
+from autopar.runtime.module import ParallelModule
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -75,6 +77,7 @@ def train(module: nn.Module, inputs: Inputs, dtype: torch.dtype, loss_fn: Loss |
             for path, leaf in leaves((args, kwargs), ("args", "kwargs")):
                 if isinstance(leaf, torch.Tensor) and leaf.grad is not None:
                     grads[path] = _whole(leaf.grad)
+            grads = _of_all_stages(module, grads)
             first = None if loss is None else _whole(loss)
         if optimizer is not None and steps and loss is not None:
             if not step:
@@ -84,11 +87,20 @@ def train(module: nn.Module, inputs: Inputs, dtype: torch.dtype, loss_fn: Loss |
         "loss": {} if first is None else {"loss": first},
         "outputs": outputs,
         "grads": grads,
-        "params_after_step": {n: _whole(p) for n, p in module.named_parameters()},
+        "params_after_step": _of_all_stages(module, {n: _whole(p) for n, p in module.named_parameters()}),
         "buffers": {n: _whole(b) for n, b in module.named_buffers()},
     }
     narrow = dtype == torch.float64 and precision.narrow
     return Trained(None if first is None else float(first), tensors, random, narrow)
+
+
+def _of_all_stages(module: nn.Module, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """In a pipeline each rank has the tensors of its own stages: those of all."""
+    if not isinstance(module, ParallelModule) or module.plan.degrees["pp"] == 1:
+        return mine
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {n: t.cpu() for n, t in mine.items()})
+    return {n: t for each in everyone for n, t in each.items()} | mine
 
 
 def _ignore_rounding(optimizer: torch.optim.AdamW, grads: Mapping[str, torch.Tensor]) -> None:

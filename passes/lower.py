@@ -164,7 +164,7 @@ class _Cut:
         for node in self.places:
             if node in self.late:
                 copies[node] = graph.node_copy(node)
-        wanted = _ancestors([g for g in grads if isinstance(g, Node)])
+        wanted = ancestors([g for g in grads if isinstance(g, Node)])
         for node in [n for n in self.nodes if n in self.late and n in wanted and n.op == "call_function"]:
             _emit(graph, node, copies)
         for grad in grads:
@@ -176,7 +176,7 @@ class _Cut:
     def forward(self, results: Sequence[Any], saved: Sequence[Node]) -> Graph:
         graph = Graph()
         copies: dict[Node, Node] = {}
-        needed = _ancestors([n for n in (*results, *saved) if isinstance(n, Node)])
+        needed = ancestors([n for n in (*results, *saved) if isinstance(n, Node)])
         for node in self.nodes:
             if node in self.primals or (node.op != "output" and node in needed):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -198,7 +198,7 @@ def _emit(graph: Graph, node: Node, copies: dict[Node, Node]) -> None:
             copies[at] = graph.node_copy(at, copies.__getitem__)
 
 
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
     """These nodes and all that they are made of."""
     found: set[Node] = set()
     stack = list(nodes)
@@ -255,12 +255,13 @@ def lower_to_graphs(
     passes: Sequence[Callable[[GraphModule], GraphModule]],
     told: Callable[[Graphs], None],
     inductor: bool = False,
+    backward_of: Callable[[GraphModule], Callable[[list[Any]], Any]] | None = None,
 ) -> Callable[..., Any]:
     """A function that traces, cuts and runs `run` on its first call.
 
     Args:    run: the local program as a function of its flat inputs. passes: rewrite each of the two graphs.
              told: is handed the graphs when they are made. inductor: takes ops apart as Inductor wants them, and hands
-             it both graphs.
+             it both graphs. backward_of: makes the function of the backward graph; `boxed` when not given.
     """
     from functorch.compile import aot_function
 
@@ -276,7 +277,8 @@ def lower_to_graphs(
         return boxed(module)
 
     if not inductor:
-        return aot_function(run, compiled, compiled, partition_fn=cut)
+        late = backward_of or boxed
+        return aot_function(run, compiled, lambda module, inputs: late(module), partition_fn=cut)
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 

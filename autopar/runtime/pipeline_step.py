@@ -7,6 +7,7 @@ leaves that stand for the parameters. A message that does not come in time, or a
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RuntimeMismatchError
+from autopar.runtime.backward_split import Later, inputs_only
 from autopar.runtime.pipeline_program import PipelineProgram, StageProgram, Value
 from autopar.runtime.pipeline_rounds import Event, Message
 from autopar.runtime.process_mesh import Line
@@ -38,6 +40,7 @@ class _Held:
     outputs: tuple[Any, ...]
     roots: Sequence[torch.Tensor] = ()
     seeds: Sequence[torch.Tensor] = ()
+    later: Sequence[Later] = ()
 
 
 Seed = Callable[[int, int], torch.Tensor | None]
@@ -135,8 +138,13 @@ class Step:
         wanted = [t for _, v, t in held.leaves if v.grad]
         grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if held.roots and wanted:
-            keep = bool(self.parameters(stage))
-            grads = torch.autograd.grad(held.roots, wanted, held.seeds, retain_graph=keep, allow_unused=True)
+            splits = getattr(self.program.run[index, k], "splits", False)
+            keep = bool(self.parameters(stage)) and not splits
+            with inputs_only() if splits else contextlib.nullcontext([]) as later:
+                grads = torch.autograd.grad(held.roots, wanted, held.seeds, retain_graph=keep, allow_unused=True)
+            if splits:
+                held.later, held.roots, held.seeds = later, (), ()
+        held.outputs = ()
         self.give_back(stage, k, held, grads)
 
     def weight_gradient(self, index: int, k: int) -> None:
@@ -145,6 +153,11 @@ class Step:
         wanted = self.parameters(stage)
         if held.roots and wanted:
             torch.autograd.backward(held.roots, held.seeds, inputs=wanted)
+        for later in held.later:
+            for position, gradient in later.gradients().items():
+                leaf = self.leaves[stage.sources[position].path]
+                if leaf.requires_grad:
+                    leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
     def parameters(self, stage: StageProgram) -> list[torch.Tensor]:
         return [self.leaves[s.path] for s in stage.sources if self.leaves[s.path].requires_grad]

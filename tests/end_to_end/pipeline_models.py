@@ -30,9 +30,8 @@ def inputs(name, batch=8, seed=3):
         picks = torch.randint(0, batch, (6,), generator=generator)
         return (x, {"mask": mask, "scale": 0.5, "nothing": None}), {"extra": [table, picks], "flag": True}
     if name == "t5":
-        draw = lambda: torch.randint(1, 64, (batch, 8), generator=generator)  # noqa: E731
-        labels = _ignored(draw(), generator)
-        return (draw(), draw(), labels), {}
+        ids, labels = (torch.randint(1, 64, (batch, 8), generator=generator) for _ in range(2))
+        return (ids, labels), {}
     args, kwargs = small_models.inputs(name, batch, 8, seed)
     key = "labels" if kwargs else 1
     if kwargs:

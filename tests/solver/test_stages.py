@@ -1,0 +1,115 @@
+"""Blocks over stages: the balance equals brute force, memory is kept, impossible cuts are refused with numbers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+import autopar
+from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.models import GPT, GPTConfig
+from autopar.solver.stages import Cell, balance, min_peak
+
+
+def cells(seed: int, n: int) -> list[Cell]:
+    draw = random.Random(seed)
+    return [Cell(str(i), (), draw.random(), draw.randint(1, 9), draw.randint(0, 9)) for i in range(n)]
+
+
+def brute(found: list[Cell], stages: int, memory: float, share: list[float]) -> float | None:
+    best = None
+    for cuts in itertools.combinations(range(1, len(found)), stages - 1):
+        parts = [found[a:b] for a, b in itertools.pairwise((0, *cuts, len(found)))]
+        peak = [
+            sum(c.state_bytes for c in p) + s * sum(c.activation_bytes for c in p)
+            for p, s in zip(parts, share, strict=True)
+        ]
+        if max(peak) <= memory:
+            worst = max(sum(c.time_s for c in p) for p in parts)
+            best = worst if best is None else min(best, worst)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_balance_equals_brute_force(seed: int) -> None:
+    draw = random.Random(seed)
+    found, stages = cells(seed, draw.randint(4, 9)), draw.randint(1, 4)
+    share = [draw.random() for _ in range(stages)]
+    memory = draw.uniform(10, 60)
+    expected = brute(found, stages, memory, share)
+    if expected is None:
+        with pytest.raises(InfeasibleError, match=f"{len(found)} blocks into {stages} stages"):
+            balance(found, stages, memory, share)
+        assert min_peak(found, stages, share) > memory
+        return
+    sizes = balance(found, stages, memory, share)
+    at = list(itertools.accumulate(sizes, initial=0))
+    assert max(sum(c.time_s for c in found[a:b]) for a, b in itertools.pairwise(at)) == pytest.approx(expected)
+    assert min_peak(found, stages, share) <= memory
+
+
+def gpt(layers: int = 4) -> GPT:
+    return GPT(GPTConfig(vocab=64, context=16, layers=layers, heads=4, width=32, ff_width=64), batch=8, seq=8)
+
+
+def planned(mesh: str = "4", layers: int = 4, **pin: object) -> autopar.Plan:
+    return autopar.plan(gpt(layers), autopar.Mesh(mesh), pin=pin)
+
+
+def test_a_plan_says_its_stages() -> None:
+    plan = planned(pp=2, tp=2, microbatches=4)
+    assert plan.degrees == {"pp": 2, "dp": 1, "tp": 2, "cp": 1, "ep": 1}
+    assert [s["devices"] for s in plan.stages] == [(0, 1), (2, 3)]  # the slowest-varying devices
+    assert [b for s in plan.stages for b in s["blocks"]] == [
+        "before:layers.0", *(f"layers.{i}" for i in range(4)), "after:layers.3"
+    ]  # fmt: skip
+    assert (plan.microbatches, plan.schedule, plan.virtual_stages) == (4, "1f1b", 1)
+    assert plan.axes[-1]["role"] == "pp"
+    assert len(plan.predicted["peak_memory_bytes"]) == 2
+    assert autopar.Plan.from_dict(plan.to_dict()).digest == plan.digest
+
+
+def test_micro_batches_are_chosen_to_divide_the_batch() -> None:
+    assert planned(pp=2).microbatches == 8
+    assert planned(pp=2, dp=2).microbatches == 4
+
+
+def test_stages_are_pinned_by_counts_or_names() -> None:
+    assert [len(s["blocks"]) for s in planned(pp=2, stages=[4, 2], tp=2).stages] == [4, 2]
+    names = [["before:layers.0", "layers.0"], ["layers.1", "layers.2", "layers.3", "after:layers.3"]]
+    assert [list(s["blocks"]) for s in planned(pp=2, stages=names, tp=2).stages] == names
+
+
+def test_interleaved_stages_go_round_the_ranks() -> None:
+    plan = planned("2", pp=2, virtual_stages=3)
+    assert (plan.schedule, len(plan.stages)) == ("interleaved-1f1b", 6)
+    assert [s["devices"] for s in plan.stages] == [(0,), (1,)] * 3
+    assert [s["devices"] for s in planned("2", pp=2, schedule="zb-v").stages] == [(0,), (1,), (1,), (0,)]
+
+
+def test_more_stages_than_blocks_cut_between_ops() -> None:
+    plan = planned("2", pp=2, virtual_stages=4)
+    assert len(plan.stages) == 8
+    assert all("first_op" in b for s in plan.stages for b in s["blocks"])
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        ({"pp": 2, "stages": [4, 4], "tp": 2}, r"takes 8 blocks of 6"),
+        ({"pp": 2, "stages": [6], "tp": 2}, r"has 2 stages, the pin 1"),
+        ({"pp": 2, "virtual_stages": 200}, r"400 stages, but the model has \d+ ops"),
+        ({"pp": 2, "schedule": "zb-v", "virtual_stages": 3}, "zb-v"),
+        ({"pp": 2, "schedule": "2bw"}, "cannot run it yet"),
+    ],
+)
+def test_cuts_that_are_none_are_refused(pin: dict[str, object], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        planned(**pin)
+
+
+def test_a_degree_that_does_not_divide_the_mesh() -> None:
+    with pytest.raises(MeshError, match="pp=3 does not divide the 4 devices"):
+        planned(pp=3)
