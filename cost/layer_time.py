@@ -24,8 +24,8 @@ from autopar.cost.transformer import (
     Shard,
     Transformer,
     attention_products,
+    causal_flop,
     dispatch_products,
-    flop,
     linear_products,
 )
 
@@ -115,7 +115,7 @@ def _attention(model: Transformer, shard: Shard, profile: Profile, fitted: Fitte
     native = shard.attention == "native"
     speed = profile.native_attention_fraction if native else profile.attention_fraction
     narrow = (1 + fitted.flash_half_dim / model.head_size) / (1 + fitted.flash_half_dim / 128)
-    forward = flop(products) / 2 / (profile.peak(shard.dtype) * profile.matmul_plateau * speed) * narrow * slow
+    forward = causal_flop(model, shard) / (profile.peak(shard.dtype) * profile.matmul_plateau * speed) * narrow * slow
     return Pass(forward, 2.5 * forward / fitted.flash_backward, 0.0, forward)
 
 

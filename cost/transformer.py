@@ -133,6 +133,11 @@ def attention_products(model: Transformer, shard: Shard) -> list[Product]:
     return [(batch, queries, keys, d), (batch, queries, d, keys)]
 
 
+def causal_flop(model: Transformer, shard: Shard) -> float:
+    """Floating-point operations of attention where each query sees the keys up to its own: (s + 1) / 2 of s."""
+    return flop(attention_products(model, shard)) * (model.seq + 1) / (2 * model.seq)
+
+
 def flop(products: list[Product]) -> float:
     """Floating-point operations of a list of products."""
     return sum(2 * b * m * n * k for b, m, n, k in products)

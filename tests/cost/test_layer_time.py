@@ -49,7 +49,7 @@ def test_attention_kernels():
     plain, flash, native = (layer(long, Shard(1, attention=a), H100).forward_s for a in ("plain", "flash", "native"))
     assert plain > flash > native
     shorter = layer(replace(GPT, seq=16384), Shard(1), H100).attention_s
-    assert layer(long, Shard(1), H100).attention_s == pytest.approx(4 * shorter)
+    assert layer(long, Shard(1), H100).attention_s == pytest.approx(4 * shorter, rel=1e-3)
 
 
 def test_the_host_is_the_floor():
