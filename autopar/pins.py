@@ -26,7 +26,6 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "cp": (1,),
     "schedule": tuple(SCHEDULES[:-3]),
     "offload": ("none",),
-    "zero_ranks": (),
 }
 """Values that the runtime can keep at this version, for the keys where it can't keep all."""
 
@@ -124,6 +123,11 @@ def parse_pins(pin: Mapping[str, Any] | None) -> Pins:
             instead = f"; it can keep {', '.join(map(str, possible))}" if possible else ""
             raise PlanError(f"pin {key}={value!r}: this version of autopar cannot run it yet{instead}")
     zero = pin.get("zero")
+    if "zero_ranks" in pin and (not zero or degrees.get("dp", 1) % pin["zero_ranks"]):
+        raise PlanError(
+            f"pin zero_ranks={pin['zero_ranks']}: over how many data ranks ZeRO shards; pin zero=1, 2 or 3 and a "
+            "dp that it divides, too"
+        )
     return Pins(degrees, zero, pin.get("sp"), tuple(layouts), pin.get("recompute"), pin)
 
 

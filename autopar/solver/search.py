@@ -152,6 +152,9 @@ def _solve(
 def candidates(analysis: Analysis, topology: Mesh, settings: Settings) -> list[LogicalMesh]:
     """Factorings to try, the plainest first."""
     degrees = settings.pins.degrees
+    near = settings.pins.given.get("zero_ranks", 1)
+    if 1 < near < degrees.get("dp", 1):  # hybrid sharding: over near data ranks, copies on the far ones
+        return [factor_axes(topology, degrees, {"dp": (near, degrees["dp"] // near)})]
     found = [factor_axes(topology, degrees)]
     tp = degrees.get("tp", 1)
     divided = [{"tp": (part, tp // part)} for part in head_divisors(analysis, tp)]

@@ -13,8 +13,8 @@ from autopar.solver.settings import Settings
 def allowed_storage(path: str, parts: Parts, mesh: LogicalMesh, settings: Settings) -> list[Layout]:
     """Layouts that the parameter `path` may be stored in.
 
-    ZeRO 1 to 3 cut every parameter on the data axes as far as it can be cut; pinned layouts and those of a given plan
-    hold.
+    ZeRO 1 to 3 cut every parameter on the data axes as far as it can be cut, over `zero_ranks` at most where that is
+    pinned (hybrid sharding); pinned layouts and those of a given plan hold.
     Raises:  PlanError: none is left.
     """
     every = storage_layouts(parts, mesh)
@@ -31,8 +31,10 @@ def allowed_storage(path: str, parts: Parts, mesh: LogicalMesh, settings: Settin
             )
         found = [x for x in every if _keeps(x, parts, mesh, pinned)]
     elif settings.pins.zero:
-        best = max(cut_over_data(x, mesh) for x in every)
+        most = settings.pins.given.get("zero_ranks", mesh.size)
+        best = max(cut for x in every if (cut := cut_over_data(x, mesh)) <= most)
         found = [x for x in every if cut_over_data(x, mesh) == best]
+        found = [x for x in found if _near_first(x, mesh)] or found
     else:
         found = every
     if not found:
@@ -53,6 +55,12 @@ def cut_over_data(layout: Layout, mesh: LogicalMesh) -> int:
     """Ranks over which the data axes (pinned dp, or free axes) cut a stored parameter."""
     axes = zip(mesh.axes, layout, strict=True)
     return math.prod(a.size for a, p in axes if a.role in ("dp", "cp", None) and p.kind == "S")
+
+
+def _near_first(layout: Layout, mesh: LogicalMesh) -> bool:
+    """Is no far data axis cut while a nearer one is not?"""
+    cut = [p.kind == "S" for a, p in zip(mesh.axes, layout, strict=True) if a.role == "dp"]
+    return cut == sorted(cut, reverse=True)
 
 
 def storage_layouts(parts: Parts, mesh: LogicalMesh) -> list[Layout]:
