@@ -81,33 +81,36 @@ class _Builder:
 
     def _grid(self) -> None:
         """Choose the axes: rows as the reductions want them, cut so that all shapes are products of axes."""
-        demands = [demand(n) for n in self.members]
-        columns = {d.columns for d in demands if d.columns is not None}
+        demands = {n: demand(n) for n in self.members}
+        columns = {d.columns for d in demands.values() if d.columns is not None}
         if len(columns) > 1:
             raise Unfusable(f"rows of different lengths: {sorted(columns)}")
-        self.pieces = self._pieces()
-        elements = [d.elements for n, d in zip(self.members, demands, strict=True) if n not in self.pieces]
-        elements += [math.prod(shape_of(given(n)[0][0])) for n in self.pieces]
-        self.total = max(elements)
         self.width = columns.pop() if columns else None
+        self.pieces = self._pieces()
+        elements = [d.elements for n, d in demands.items() if d.columns or (n in self.outputs and n not in self.pieces)]
+        pieces = [p for n in self.pieces for p in given(n)[0]]
+        self.total = max([*elements, *(math.prod(shape_of(p)) for p in pieces)])
         if self.width is not None and self.total % self.width:
             raise Unfusable(f"{self.total} elements are no whole rows of {self.width}")
-        shapes: list[tuple[int, ...]] = []
         height = self.total // self.width if self.width else None
-        if self.width is not None:
-            shapes.append((self.total // self.width, self.width))
-        pieces = [p for n in self.pieces for p in n.all_input_nodes]
-        for node in (*self._inner(), *pieces):
-            shape = shape_of(node)
-            if math.prod(shape) == self.total:
-                shapes.append(shape)
-            elif height is not None and self.width is not None and math.prod(shape) == height:
-                shapes.append((*shape, self.width))
-        self.axes = common_axes(shapes, self.total)
+        shapes = [] if self.width is None else [(self.total // self.width, self.width)]
+        outer = self._whole((*self.outputs, *pieces), height)
+        self.axes = common_axes(shapes + outer, self._whole(self._inner(), height), self.total)
         self.rows, product = 0, 1
         while height is not None and product < height:
             product *= self.axes[self.rows]
             self.rows += 1
+
+    def _whole(self, nodes: Sequence[Node], height: int | None) -> list[tuple[int, ...]]:
+        """Shapes of the nodes that are as large as the kernel's loops, or as its rows: those with the columns added."""
+        found = []
+        for node in nodes:
+            shape = shape_of(node)
+            if math.prod(shape) == self.total:
+                found.append(shape)
+            elif height is not None and self.width is not None and math.prod(shape) == height:
+                found.append((*shape, self.width))
+        return found
 
     def _inner(self) -> list[Node]:
         """Members and the views between them that are tensors, and the inputs of reductions among them."""

@@ -78,9 +78,9 @@ def pointwise(b: _Builder, node: Node, at: At) -> int:
         wanted = _common([given(node)[i] for i in rule.args])
     elif name.startswith("logical"):
         wanted = "i1"
-    elif kind == "i1" and rule.formula not in ("same", "and", "or", "xor", "where"):
+    elif kind == "i1" and rule.formula not in ("same", "and", "or", "xor", "where", "not"):
         raise NotLinear(f"{name} of truth values")
-    elif kind[0] == "i" and rule.formula not in _WHOLE:
+    elif kind in ("i32", "i64") and rule.formula not in _WHOLE:
         raise NotLinear(f"{name} of integers")
     steps = [_operand(b, a, at, "i1" if rule.formula == "where" and i == 0 else wanted) for i, a in enumerate(args)]
     alpha = node.kwargs.get("alpha", 1)
@@ -94,7 +94,7 @@ def pointwise(b: _Builder, node: Node, at: At) -> int:
 
 
 _NAMES = ("self", "other", "value")
-_WHOLE = frozenset("same add sub mul neg abs square where maximum minimum and or xor not relu".split())
+_WHOLE = frozenset("same add sub mul neg abs square where maximum minimum and or xor relu".split())
 """Formulas that hold for integers."""
 
 

@@ -157,6 +157,7 @@ POINTWISE: Mapping[str, Pointwise] = {
     "logical_and": Pointwise("and", (0, 1)),
     "logical_or": Pointwise("or", (0, 1)),
     "logical_not": Pointwise("not"),
+    "bitwise_not": Pointwise("not"),
     **{name: Pointwise(name, (0, 1), compares=True) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
 }
 """By ATen op (the overload packet's name)."""

@@ -92,16 +92,24 @@ def split(flat: Index, shape: Sequence[int], sizes: Sequence[int]) -> tuple[Inde
     return tuple(reversed(found))
 
 
-def common_axes(shapes: Iterable[Sequence[int]], total: int) -> tuple[int, ...]:
-    """The coarsest axes of which the dims of all shapes of `total` elements are products of neighbours.
+def common_axes(shapes: Iterable[Sequence[int]], wished: Iterable[Sequence[int]], total: int) -> tuple[int, ...]:
+    """The coarsest axes of which the dims of all `shapes`, of `total` elements each, are products of neighbours; and
+    of those of `wished`, too, that fit.
 
     Raises:  NotLinear: there are none (shapes 6 x 4 and 4 x 6 share no grid).
     """
     cuts = {1, total}
     for shape in shapes:
-        cuts |= set(dense_strides(shape)) | {math.prod(shape)}
-    ordered = sorted(cuts)
-    for small, large in itertools.pairwise(ordered):
-        if large % small:
-            raise NotLinear(f"shapes cut {total} elements at both {small} and {large}")
-    return tuple(large // small for small, large in itertools.pairwise(ordered))[::-1]
+        cuts |= _cuts(shape)
+        for small, large in itertools.pairwise(sorted(cuts)):
+            if large % small:
+                raise NotLinear(f"shapes cut {total} elements at both {small} and {large}")
+    for shape in wished:
+        more = sorted(cuts | _cuts(shape))
+        if all(large % small == 0 for small, large in itertools.pairwise(more)):
+            cuts |= set(more)
+    return tuple(large // small for small, large in itertools.pairwise(sorted(cuts)))[::-1]
+
+
+def _cuts(shape: Sequence[int]) -> set[int]:
+    return set(dense_strides(shape)) | {math.prod(shape)}

@@ -1,0 +1,53 @@
+"""Kernels build without a GPU for four architectures: no spills, 16-byte reads of aligned rows, few extra bytes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from triton.backends.compiler import GPUTarget
+
+from tests.bench.kernels import byte_ratio, compile_function, for_cuda
+from tests.codegen.traced import one_kernel, with_gradients
+
+
+def residual_norm(x, y, w, b):
+    a = x + y
+    return a, torch.ops.aten.native_layer_norm(a, [w.numel()], w, b, 1e-5)[0]
+
+
+def gated(x, y):
+    return F.silu(x) * y
+
+
+def empty(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    wide, rows = empty(2048, 1024), empty(1024)
+    return {
+        "residual_norm": one_kernel(residual_norm, wide, wide, rows, rows).code,
+        "gated": one_kernel(with_gradients(gated, 2), wide, wide, wide).code,
+        "odd": one_kernel(residual_norm, empty(33, 77), empty(33, 77), empty(77), empty(77)).code,
+        "column_sums": one_kernel(lambda x, y: ((x * y).sum(0), x * y), wide, wide).code,
+        "dropout": one_kernel(
+            lambda x, k: torch.ops.autopar.dropout(x * 2, k, 0.1), wide, torch.zeros(2, dtype=torch.int64)
+        ).code,
+    }
+
+
+@pytest.mark.parametrize("name", ["residual_norm", "gated", "odd", "column_sums", "dropout"])
+def test_no_spills_and_wide_reads(kernels, name):
+    for number, launch in enumerate(kernels[name].printed.launches):
+        made = for_cuda(kernels[name], launch, 90)
+        assert made.spilled_bytes == 0
+        if name != "odd" and number == 0:
+            assert made.widest_load_bytes == 16
+    assert byte_ratio(kernels[name]) <= 1.05
+
+
+@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)])
+def test_other_architectures(kernels, target):
+    for name in ("residual_norm", "column_sums"):
+        for launch in kernels[name].printed.launches:
+            assert compile_function(kernels[name], launch, GPUTarget(*target)).asm
