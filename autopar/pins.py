@@ -25,7 +25,6 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "ep": (1,),
     "cp": (1,),
     "schedule": tuple(SCHEDULES[:-3]),
-    "offload": ("none",),
 }
 """Values that the runtime can keep at this version, for the keys where it can't keep all."""
 

@@ -68,6 +68,7 @@ def make_request(
     pins = parse_pins({**pinned, **(pin or {})})
     profile = load_profile(topology.device)
     check_data_axis(pins, topology)
+    check_offload(pins, topology)
     asked = parse_precision(precision)
     name = asked.name if asked is not None else None
     settings = Settings(pins, usable_bytes(profile, memory), optimizer, name, batch_dims)
@@ -90,6 +91,16 @@ def check_data_axis(pins: Pins, topology: Mesh) -> None:
         raise PlanError(
             f"pin zero={pins.zero}: ZeRO shards over data axes, and the pins {dict(pins.given)} leave none on a "
             f"mesh of {topology.size}"
+        )
+
+
+def check_offload(pins: Pins, topology: Mesh) -> None:
+    """On a CPU parameters and optimizer states lie in host memory, and are updated there, as it is."""
+    offload = pins.given.get("offload", "none")
+    if offload != "none" and topology.device != "cpu":
+        raise PlanError(
+            f"pin offload={offload!r}: this version cannot move the states of {topology.device} to the host; "
+            "shard them by zero=3 over more devices"
         )
 
 

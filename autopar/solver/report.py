@@ -65,7 +65,7 @@ def make_plan(
         degrees=effective.to_dict(),
         axes=tuple(_axis_entry(a, built) for a in mesh.axes),
         zero=zero_level(decisions, analysis, settings.pins.zero),
-        offload="none",
+        offload=settings.pins.given.get("offload", "none"),
         recompute={c.name: found.recompute if len(c.blocks) > 1 else "none" for c in analysis.program.classes},
         microbatches=1,
         schedule="1f1b",
