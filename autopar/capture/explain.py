@@ -61,8 +61,8 @@ ADVICE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"fake tensor in the exported program constant",
-        "a tensor is used that is not tracked as computed from the inputs (often tensor.data)",
-        "use tensor.detach() in place of tensor.data",
+        "a tensor is used that is not tracked as computed from the inputs",
+        "make it from the inputs, or register it as a buffer",
     ),
     (
         r"HigherOrder|torch\.cond|torch\._higher_order",

@@ -28,7 +28,7 @@ from autopar.capture.explain import explain, module_of, quiet, refuse, where_of
 from autopar.capture.functional import functionalise
 from autopar.capture.functions import keep_functions
 from autopar.capture.graph import Copier, drop_noise, drop_unused, regions_flat, stop_gradients
-from autopar.capture.inputs import separate
+from autopar.capture.inputs import register_dataclasses, separate
 from autopar.capture.refused import calls_refused, refuse_hooks
 from autopar.capture.sources import make_sources
 from autopar.errors import CaptureError
@@ -43,12 +43,14 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     Raises:  CaptureError: one line with module, file and line, reason and remedy.
     """
     refuse_hooks(model)
+    register_dataclasses((args, kwargs))
     copied_args, copied_kwargs = separate(model, args, kwargs)
     try:
         with (
-            unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), values_unchecked(),
+            unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), values_unchecked(), data_detached(),
             calls_refused(), regions_flat(), vmap_unrolled(), torch.enable_grad(),
         ):  # fmt: skip
+            model.register_forward_hook(lambda module, given, result: register_dataclasses(result))
             exported = torch.export.export(model, copied_args, copied_kwargs, strict=False)
     except Exception as error:
         raise explain(error, model) from error
@@ -145,6 +147,21 @@ def values_unchecked() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def data_detached() -> Iterator[None]:
+    """`tensor.data`, which export cannot follow, is `tensor.detach()`; assigning it stays as it is."""
+    inherited = torch._C.TensorBase.data
+
+    def read(tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    torch.Tensor.data = property(read, inherited.__set__)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
 
 
 def _refuse_data_dependence(graph: Graph) -> None:

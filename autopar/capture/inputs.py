@@ -6,6 +6,7 @@ Refused: a model that says nothing about its inputs (`TypeError` that tells what
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,6 +78,15 @@ def _from_config(model: nn.Module) -> dict[str, Any] | None:
     elif name.endswith(_CLASS_LABELS):
         made["labels"] = torch.zeros(EXAMPLE_BATCH, dtype=torch.int64, device=device)
     return made
+
+
+def register_dataclasses(tree: Any) -> None:
+    """Tell torch how to take apart the user's dataclasses in a tree of arguments or results, those it does not know."""
+    for leaf in pytree.tree_leaves(tree):
+        cls = type(leaf)
+        if dataclasses.is_dataclass(cls) and not isinstance(leaf, Tensor):
+            torch.export.register_dataclass(cls)
+            register_dataclasses(leaf)
 
 
 def separate(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -376,3 +376,54 @@ def test_distributions_are_captured_without_their_checks_of_values():
     program = capture(Draws(), (torch.ones(3, 4),), {})
     assert [n for n in program.calls if "normal" in str(n.target) or "randn" in str(n.target)]
     assert torch.distributions.Distribution._validate_args == before
+
+
+@dataclass
+class Batch:
+    """As users write them, unknown to torch."""
+
+    x: torch.Tensor
+    scale: float = 1.0
+    mask: torch.Tensor | None = None
+
+
+class TakesBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, batch):
+        return Batch(self.fc(batch.x) * batch.scale, mask=batch.x > 0)
+
+
+def test_dataclasses_are_taken_apart_without_being_registered():
+    model, given = TakesBatch(), Batch(torch.ones(3, 4), 0.5)
+    program = capture(model, (given,), {})
+    found, expected = call_program(program, (given,), {}), model(given)
+    assert type(found) is Batch
+    assert found.scale == 1.0
+    assert torch.equal(found.x, expected.x)
+    assert torch.equal(found.mask, expected.mask)
+    assert not model._forward_hooks
+
+
+class ReadsData(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.fc(x)
+        return h / (self.fc.weight.data.norm() + h.data.abs().sum())
+
+
+def test_data_is_a_value_without_gradient():
+    model, x = ReadsData(), torch.ones(3, 4)
+    inherited = torch.Tensor.data
+    program = capture(model, (x,), {})
+    assert torch.Tensor.data is inherited
+    state = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    call_program(program, (x,), {}, state).square().sum().backward()
+    model(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(state[name].grad, parameter.grad)
