@@ -24,6 +24,7 @@ from autopar.cost.timeline import Floats, Held, Timeline
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.schedule import Schedule, build
+from autopar.schedule.asynchronous import staleness
 from autopar.schedule.check import check
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class Simulated:
         return self.timeline.held_by_rank(self.activation_bytes, constant_bytes=self.constant_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data: seconds and bytes."""
-        schedule, plan = self.timeline.schedule, self.plan
+        """JSON data: seconds and bytes; staleness: the most updates that a stage's gradients are behind."""
+        schedule, plan = _schedule(self.plan), self.plan  # an asynchronous timeline is of several calls
         held = self.timeline.held_by_stage(self.activation_bytes, constant_bytes=self.constant_bytes)
         figures = dict(summary(self.timeline))
         ranks = [{**r, "peak_memory_bytes": h.peak_bytes} for r, h in zip(figures["ranks"], self.held, strict=True)]
@@ -76,6 +77,7 @@ class Simulated:
                     "forward_s": float(self.forward_s[s % schedule.depth]),
                     "backward_s": float((self.input_grad_s + self.weight_grad_s)[s % schedule.depth]),
                     "peak_memory_bytes": h.peak_bytes,
+                    "staleness": max(staleness(schedule, s, j) for j in range(plan.microbatches)),
                 }
                 for s, h in enumerate(held)
             ],
@@ -94,7 +96,9 @@ class Simulated:
         table = Table(box=box.SIMPLE_HEAD)
         for name in ("stage", "rank", "devices", "blocks", "forward", "backward", "in flight", "memory"):
             table.add_column(name, justify="right")
-        by_stage = check(self.timeline.schedule).in_flight_by_stage if self.plan.model["training"] else None
+        if self.timeline.schedule.asynchronous:
+            table.add_column("updates behind", justify="right")
+        by_stage = check(_schedule(self.plan)).in_flight_by_stage if self.plan.model["training"] else None
         for row in data["stages"]:
             table.add_row(
                 str(row["stage"]),
@@ -105,6 +109,7 @@ class Simulated:
                 seconds(row["backward_s"]),
                 "-" if by_stage is None else str(by_stage[row["stage"]]),
                 size(row["peak_memory_bytes"]),
+                *([str(row["staleness"])] if self.timeline.schedule.asynchronous else []),
             )
         idle = ", ".join(f"{100 * rank['bubble']:.1f} %" for rank in data["ranks"])
         head = (

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import PlanError
 from autopar.schedule.check import in_flight
-from autopar.schedule.table import BACKWARD, FORWARD, WEIGHT_GRAD, WORKS, Ints, Schedule
+from autopar.schedule.table import FORWARD, WORKS, Ints, Schedule
 
 Floats = NDArray[np.float64]
 
@@ -164,11 +164,10 @@ class Timeline:
         stage = self.actions.stage
         change = activation[stage] * np.choose(self.work, [np.ones(len(stage)), -1, share[stage] - 1, -share[stage]])
         when = np.where(self.work == FORWARD, self.actions.start_s, self.actions.end_s)
-        ends = (self.work == BACKWARD) | (self.work == WEIGHT_GRAD)
         held = []
         for s in range(self.schedule.stages):
             mine = np.flatnonzero(stage == s)
-            before = float(((ends[mine]) & (self.actions.microbatch[mine] < 0)).sum()) * activation[s]
+            before = activation[s] * max(0, -int(self.actions.microbatch[mine].min(initial=0)))  # of the call before
             held.append(_held(when[mine], change[mine], constant[s] + before))
         return tuple(held)
 

@@ -63,6 +63,17 @@ def test_recomputation_and_evaluation() -> None:
     assert evaluated.timeline.step_time_s == pytest.approx(0.0625 * 11 / 8)
 
 
+def test_asynchronous_schedules_say_how_stale_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    found = simulate_plan(pipeline(schedule="async-1f1b", microbatches=2))
+    assert found.timeline.step_time_s == pytest.approx(0.0625 + 0.01)  # nothing waits between calls
+    assert [row["staleness"] for row in found.to_dict()["stages"]] == [2, 1, 1, 0]
+    assert [row["peak_memory_bytes"] for row in found.to_dict()["stages"]] == pytest.approx([400, 300, 200, 100])
+    pipeline(schedule="2bw").save(tmp_path / "plan.json")
+    assert main(["simulate", str(tmp_path / "plan.json")]) == 0
+    assert "updates behind" in capsys.readouterr().out
+    assert [row["staleness"] for row in simulate_plan(pipeline()).to_dict()["stages"]] == [0, 0, 0, 0]
+
+
 def test_ops_go_to_the_stage_of_their_block() -> None:
     op = next(iter(plan_data()["ops"].values()))
     names = [

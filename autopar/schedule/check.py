@@ -70,10 +70,15 @@ def in_flight(row: Row) -> tuple[int, ...]:
     return tuple(_level(row.codes).tolist())
 
 
+def carried(codes: Ints) -> int:
+    """Micro-batches in flight when an asynchronous row begins: as many as its first backward is behind, a stage."""
+    return sum(max(0, -int(codes[codes[:, 0] == stage, 2].min())) for stage in np.unique(codes[:, 0]))
+
+
 def _level(codes: Ints) -> Ints:
     work = codes[:, 1]
     ends = (work == BACKWARD) | (work == WEIGHT_GRAD)
-    return int((ends & (codes[:, 2] < 0)).sum()) + np.cumsum(np.where(work == FORWARD, 1, np.where(ends, -1, 0)))
+    return carried(codes) + np.cumsum(np.where(work == FORWARD, 1, np.where(ends, -1, 0)))
 
 
 def _peak(codes: Ints) -> int:

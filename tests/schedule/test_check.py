@@ -101,6 +101,8 @@ def test_peaks_in_flight_are_those_of_the_papers() -> None:
     assert peaks("zb-v", p, 2, m) == [2 * p] * p  # half stages: the activations of p whole ones
     assert peaks("dualpipe-v", p, 2, m) == [2 * p + 1] * p
     assert peaks("async-1f1b", p, 1, m) == peaks("2bw", p, 1, m) == peaks("1f1b", p, 1, m)
+    for few in (1, 2, 3, 7):
+        assert peaks("async-1f1b", p, 1, few) == [4, 3, 2, 1]  # begun by several calls
     assert all(p // 2 < n <= p for n in peaks("chimera", p, 1, p))
 
 

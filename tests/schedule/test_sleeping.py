@@ -41,15 +41,26 @@ def simulated(case: tuple[str, int, int], ranks: int, found: Sequence[Mapping[st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bubbles_are_as_simulated(ranks: int) -> None:
-    payload = {"cases": CASES, "times": TIMES, "runs": 2}
-    results = run_ranks_local("tests.schedule.sleeping:run_schedules", ranks, payload, 280)
-    for case, *found in zip(CASES, *results, strict=True):
-        wanted = simulated(case, ranks, found)
-        bubble = 1 - wanted.busy_s.mean() / found[0]["step_s"]
-        assert bubble == pytest.approx(wanted.bubble.mean(), rel=0.03, abs=0.005), case
-        assert [rank["in_flight"] for rank in found] == list(wanted.in_flight), case
+    """Within 3 %; again up to twice for what another program disturbed, since it can only make a step longer."""
+    left = CASES
+    for _ in range(3):
+        payload = {"cases": left, "times": TIMES, "runs": 2}
+        results = run_ranks_local("tests.schedule.sleeping:run_schedules", ranks, payload, 280)
+        wrong = []
+        for case, *found in zip(left, *results, strict=True):
+            wanted = simulated(case, ranks, found)
+            assert [rank["in_flight"] for rank in found] == list(wanted.in_flight), case
+            bubble, expected = 1 - wanted.busy_s.mean() / found[0]["step_s"], wanted.bubble.mean()
+            assert bubble > expected - 1e-3, case  # nothing runs faster than simulated
+            if bubble != pytest.approx(expected, rel=0.03, abs=0.005):
+                wrong.append((case, bubble, expected))
+        left = [case for case, _, _ in wrong]
+        if not left:
+            return
+    pytest.fail(f"case, measured and simulated bubble: {wrong}")
 
 
 def test_the_order_and_what_is_held_are_those_of_the_table() -> None:
