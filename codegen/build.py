@@ -252,8 +252,11 @@ class _Builder:
         if not isinstance(value, torch.Tensor) or value.dtype not in KINDS:
             raise Unfusable(f"{node.name} is no tensor of a known dtype")
         place = self.reads.setdefault(node, len(self.reads))
-        where = tuple(c for c in self.where if not self.holds(c))
-        return self.step(Load(place, flatten(at, value.stride()), where, gather), KINDS[value.dtype])
+        place_at = flatten(at, value.stride())
+        # an address that stands still while a condition's index moves is good for all of it, or for none
+        moves = {axis for axis, _ in place_at.terms}
+        where = tuple(c for c in self.where if not self.holds(c) and {a for a, _ in c.index.terms} <= moves)
+        return self.step(Load(place, place_at, where, gather), KINDS[value.dtype])
 
     def holds(self, condition: Condition) -> bool:
         low, high = condition.index.span(self.axes)
