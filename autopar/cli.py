@@ -1,4 +1,4 @@
-"""The command line: `autopar plan|show|simulate|verify|dump|demo|models|validate`.
+"""The command line: `autopar plan|show|simulate|verify|dump|demo|models|validate|calibrate`.
 
 Enters: arguments. Leaves: a table, or with --json one JSON document and nothing else, on standard output; exit status
 0 done, 1 an error of ours or a comparison that failed (one line on standard error, a traceback only with --debug),
@@ -208,6 +208,18 @@ def validate(args: argparse.Namespace) -> Outcome:
     return Outcome(data, None if args.json else published.table(data, rows=not args.summary))
 
 
+def calibrate(args: argparse.Namespace) -> Outcome:
+    """`autopar calibrate`: this machine as a hardware profile."""
+    from autopar import calibrate as machine
+    from autopar.console import progress
+
+    ranks = args.ranks or os.cpu_count() or 1
+    with progress(f"measuring {ranks} ranks of this machine") as tell:
+        measured = machine.measure(ranks, args.timeout, tell)
+    data = machine.profile_data(measured, ranks)
+    return Outcome(data, None if args.json else machine.table(measured, data, ranks))
+
+
 COMMANDS = {
     "plan": plan,
     "show": show,
@@ -217,6 +229,7 @@ COMMANDS = {
     "demo": demo,
     "models": models,
     "validate": validate,
+    "calibrate": calibrate,
 }
 
 

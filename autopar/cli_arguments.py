@@ -127,6 +127,10 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], Any]], ver
     option = add("validate", "predict published training runs and print the errors")
     option("files", nargs="+", metavar="FILE", help="published runs, .yaml or .csv")
     option("--summary", action="store_true", help="only the tables of errors, no line for each run")
+
+    option = add("calibrate", "measure this machine into a hardware profile (-o machine.json)")
+    option("--ranks", type=_positive, help="local ranks, of one thread each (default: the processors)")
+    option("--timeout", type=_positive, default=600, metavar="SECONDS", help="(default: %(default)s)")
     return parser
 
 

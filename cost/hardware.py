@@ -134,7 +134,7 @@ def load_profile(name_or_path: str | Path) -> Profile:
         raise MeshError(f"cannot read hardware profile {path}: {error.strerror}") from error
     except ValueError as error:
         raise MeshError(f"hardware profile {path} is not JSON: {str(error).splitlines()[0]}") from error
-    return _parse(data, path.name)
+    return parse_profile(data, path.name)
 
 
 # Each figure of a file with its type, and its largest value where it is a share. Zero is allowed only where listed.
@@ -169,7 +169,8 @@ _MAY_BE_ZERO = {"reserve_bytes", "kernel_launch_s", "latency_s", "bulk_latency_s
 }
 
 
-def _parse(data: Any, file: str) -> Profile:
+def parse_profile(data: Any, file: str) -> Profile:
+    """The profile of a file's data. file: its name in errors. Raises: MeshError: as `load_profile`."""
     name = _field(data, "name", str, file, "")
     peaks = _field(data, "peak_flop_per_s", dict, file, "")
     links = _field(data, "links", list, file, "")
