@@ -40,6 +40,11 @@ ADVICE: tuple[tuple[str, str, str], ...] = (
         "set momentum to a number",
     ),
     (
+        r"^RecursiveScriptModule ",
+        "a TorchScript module cannot be traced",
+        "use the module that it was scripted from",
+    ),
+    (
         r"^(LSTM|GRU|RNN) .*failed to unpack",
         "the shape of a packed sequence depends on its lengths",
         "run the layer on the padded batch and mask what it returns",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -149,3 +151,10 @@ def test_packed_sequences_are_told_apart_from_other_data_dependence():
     assert text.startswith("lstm (LSTM, ")
     assert f"{__file__}:{Packed.forward.__code__.co_firstlineno + 1}" in text
     assert "padded batch" in text
+
+
+def test_a_scripted_module_is_named() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        inside = torch.jit.script(nn.Linear(4, 4))
+    assert "scripted from" in message(Outer(inside))
