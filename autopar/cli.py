@@ -160,6 +160,25 @@ def dump(args: argparse.Namespace) -> Outcome:
     return Outcome({"files": [str(p) for p in files]}, Text("\n".join(map(str, files))))
 
 
+def export(args: argparse.Namespace) -> Outcome:
+    """`autopar export MODEL -o FILE.py`."""
+    from rich.text import Text
+
+    from autopar.console import progress
+    from autopar.export import export_text
+
+    if not args.output:
+        raise UsageError("export writes a file: give -o FILE.py")
+    mesh = _mesh(args)
+    loaded = _load(args, mesh)
+    with progress(f"exporting {loaded.name}") as tell:
+        text = export_text(loaded.module, mesh, rank=args.rank, **_planning(args, loaded), progress=tell)
+    file, args.output = args.output, None  # what this command writes is the program, not its outcome
+    with open(file, "w", encoding="utf-8") as out:
+        out.write(text)
+    return Outcome({"file": file, "rank": args.rank, "lines": text.count("\n")}, Text(file))
+
+
 def demo(args: argparse.Namespace) -> Outcome:
     """`autopar demo`."""
     from autopar import demo as small
@@ -226,6 +245,7 @@ COMMANDS = {
     "simulate": simulate,
     "verify": verify,
     "dump": dump,
+    "export": export,
     "demo": demo,
     "models": models,
     "validate": validate,

@@ -117,6 +117,9 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], Any]], ver
     option = add("dump", "write the graph after every pass", _model("8", "h100-sxm"), pins)
     option("--out", required=True, metavar="DIR", help="folder of the NN_after_<pass>.txt files")
 
+    option = add("export", "write the program of a rank as readable Python (-o FILE.py)", _model("8", "h100-sxm"), pins)
+    option("--rank", type=int, default=0, help="whose program (default: 0)")
+
     option = add("demo", "train a small GPT on local ranks beside one device", pins)
     option("--steps", type=_positive, default=20, help="(default: %(default)s)")
     option("--ranks", type=_positive, default=4, help="(default: %(default)s)")
