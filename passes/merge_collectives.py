@@ -118,9 +118,11 @@ def _merge_reductions(graph: Graph, bucket: Bucket, ranks: int) -> None:
     """One reduction, started when the last of its parts is there, waited for at the end."""
     last = bucket[-1][0]
     with graph.inserting_before(last):
-        rows = [call(graph, aten.reshape.default, (n.args[0], [ranks, -1])) for n, _ in bucket]
-        joined = call(graph, aten.cat.default, (rows, 1))
-        flat = call(graph, aten.reshape.default, (joined, [-1]))
+        shape = [-1] if ranks == 1 else [ranks, -1]
+        rows = [call(graph, aten.reshape.default, (n.args[0], shape)) for n, _ in bucket]
+        flat = call(graph, aten.cat.default, (rows, len(shape) - 1))
+        if ranks > 1:
+            flat = call(graph, aten.reshape.default, (flat, [-1]))
         reduced = call(graph, last.target, (flat, *last.args[1:]))
     end = next(iter(reversed(graph.nodes)))
     with graph.inserting_before(end):

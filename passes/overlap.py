@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from autopar.passes.lower import is_view
 from autopar.passes.merge_collectives import WAIT, early_gathers, only_wait, start_of
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Wait for a collective just before its result is first read.
+    """Wait for a collective just before its result, or a view of it, is first read.
 
     Input:   %a = all_reduce(%x) ; %w = wait(%a) ; %m = mm(...) ; %y = add(%w, %m)
     Output:  %a = all_reduce(%x) ; %m = mm(...) ; %w = wait(%a) ; %y = add(%w, %m)
@@ -19,11 +20,14 @@ class Overlap:
     """
 
     def run(self, module: GraphModule) -> GraphModule:
-        order = {n: i for i, n in enumerate(module.graph.nodes)}
-        for node in [n for n in module.graph.nodes if n.target is WAIT]:
-            users = sorted(node.users, key=order.__getitem__)
-            if users and users[0] is not node.next:
-                users[0].prepend(node)
+        waited: set[Node] = set()
+        for node in module.graph.nodes:
+            if node.target is WAIT or (is_view(node) and node.args[0] in waited):
+                waited.add(node)
+        for node in [n for n in reversed(module.graph.nodes) if n in waited]:  # readers first: views go along
+            first = min(node.users, default=None)  # nodes compare by their places in the graph
+            if first is not None and first is not node.next:
+                first.prepend(node)
         module.graph.lint()
         module.recompile()
         return module

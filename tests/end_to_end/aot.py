@@ -42,8 +42,9 @@ def _case(name, mesh, options):
 
 
 def _collectives(module):
-    names = (str(n.target) for n in module.graph.nodes)
-    return Counter(n.split(".")[1] for n in names if n.startswith("_c10d_functional.") and "wait" not in n)
+    names = (str(n.target).removesuffix(".default") for n in module.graph.nodes)
+    sent = (n.split(".")[1] for n in names if n.startswith("_c10d_functional.") and "wait" not in n)
+    return Counter(n.removesuffix("_") for n in sent)
 
 
 class Dropout(nn.Module):
