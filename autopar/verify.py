@@ -27,6 +27,7 @@ from autopar.compare import Difference, Report, bounds_of, differences, max_erro
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.precision import parse_precision
 from autopar.program import OutputRef, Program, record
 from autopar.request import topology_of
 from autopar.runtime.module import ParallelModule
@@ -74,6 +75,7 @@ def verify(
         loss: computes the loss of the model's output. Default: the output's field `loss`, else its only differentiable
             scalar, else the sum of squares of its floating-point tensors with fixed weights.
         dtype: "float64", "float32", "bfloat16" (or "bf16") or "float16": that of both runs; bounds depend on it.
+        precision: as in `parallelize`; what it computes in takes the place of `dtype`.
         steps: AdamW steps before parameters and buffers are compared; 0 compares the forward and backward pass alone.
         others: as in `parallelize`. A mesh of one device needs no process group.
     Returns: a `Report`. "Equal" is an error of at most, in float64, 1e-9, where the loss is computed in float32 1e-6
@@ -86,6 +88,9 @@ def verify(
     wanted = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if wanted not in DTYPES.values():
         raise PlanError(f"verify dtype={dtype!r}: must be one of float64, float32, bfloat16, float16")
+    asked = parse_precision(precision)
+    if asked is not None and asked.compute is not None:
+        wanted = asked.compute
     assert wanted is not None
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise PlanError(f"verify steps={steps!r}: must be an integer of at least 0")
@@ -102,7 +107,7 @@ def verify(
             dist.broadcast(value.detach(), 0)  # rank 0's weights win, as in parallelize
     inputs = Inputs(args, kwargs, device)
     common: dict[str, Any] = {
-        "pin": pin, "memory": memory, "precision": precision, "optimizer": optimizer, "accumulate": accumulate,
+        "pin": pin, "memory": memory, "optimizer": optimizer, "accumulate": accumulate,
         "batch_dims": batch_dims, "backend": backend, "kernels": kernels, "strict": strict, "discover": discover,
     }  # fmt: skip
 
@@ -123,7 +128,7 @@ def verify(
         reference = "autopar on a mesh of one device, because the model draws random numbers"
         alone = Mesh("1", device=topology.device)
         expected = run(_seeded(parallel(alone, exact, pin=None, outputs="gather")), exact)
-    m = _seeded(parallel(mesh, wanted, plan=plan, outputs=outputs, dump_dir=dump_dir))
+    m = _seeded(parallel(mesh, wanted, plan=plan, outputs=outputs, precision=precision, dump_dir=dump_dir))
     got = run(m, wanted)
     truth = expected
     if wanted == torch.float32:

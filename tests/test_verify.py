@@ -131,6 +131,16 @@ def test_the_model_is_left_as_it_was():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_mixed_precision_is_judged_as_what_it_computes_in(precision):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(6, 4)
+    report = verify(model, (x,), precision=precision)
+    assert report.equal, report
+    assert report.dtype == {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    assert (report.max_error["grads"] > 1e-4) == (precision == "bf16")
+
+
 def test_a_model_without_parameters_or_gradients():
     report = verify(nn.Softmax(dim=1), (torch.ones(2, 3),))
     assert report.equal
