@@ -48,7 +48,8 @@ def measure(ranks: int, timeout_s: float = 600.0, tell: Callable[[str], None] = 
     from autopar.runtime.launch import run_ranks_local
 
     found = run_ranks_local("autopar.calibrate:measure_rank", ranks, {}, timeout_s, on_event=tell)
-    return _slowest(found)
+    slowest: Measured = _slowest(found)
+    return slowest
 
 
 def measure_rank(payload: Mapping[str, Any]) -> dict[str, Any]:

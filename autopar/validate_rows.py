@@ -100,17 +100,14 @@ def _read_csv(path: Path, found: Read) -> None:
             if "id" not in raw or "source" not in raw:
                 raise PlanError(f"{path}: column 'id' or 'source' is missing")
             where = f"{path.name} line {number} ({raw['id']})"
-            figures = {
+            figures: dict[str, Any] = {
                 **{name: _number(raw.get(name), int, where, name) for name in _INTEGERS},
                 **{name: _number(raw.get(name), float, where, name) for name in _NUMBERS},
                 **{name: _flag(raw.get(name), where, name) for name in _FLAGS},
             }
             texts = ("id", "source", "precision", "device", "schedule", "recompute", "outcome", "group", "weight_class")
-            row = Published(
-                **{name: raw.get(name) or "" for name in (*texts, "note")},
-                family=raw.get("model_family") or "",
-                **figures,
-            )
+            figures |= {name: raw.get(name) or "" for name in (*texts, "note")}
+            row = Published(family=raw.get("model_family") or "", **figures)
             _check(row, where)
             found.rows.append(row)
 
@@ -146,7 +143,7 @@ def _check(row: Published, where: str) -> None:
 
 def _read_yaml(path: Path, found: Read) -> None:
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise PlanError(f"{path}: reading YAML needs the package pyyaml; install it, or pass a .csv") from None
     try:

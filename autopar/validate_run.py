@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from autopar.cost.hardware import Link, Profile, load_profile, profile_names
+from autopar.cost.hardware import DTYPES, Link, Profile, load_profile, profile_names
 from autopar.cost.training_memory import fits
 from autopar.cost.training_run import Run
 from autopar.cost.transformer import Transformer, layers_of_stage
@@ -47,10 +47,11 @@ _DEVICES = (
     ("a100", "a100-sxm-80gb"),
     ("h100.*96.*hbm2e", "h100-96gb-hbm2e-500w"),
     ("h100.*pcie", "h100-pcie"),
+    ("h800", "h800-sxm"),
     ("h100", "h100-sxm"),
     ("h200", "h200-sxm"),
-    ("gb200", "gb200"),
-    ("b200", "b200"),
+    ("gb[23]00", "gb200"),
+    ("b[23]00", "b200"),
     ("mi300x", "mi300x"),
 )
 
@@ -62,13 +63,15 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
     missing = [name for name in ("layers", "hidden", "seq_len", "global_seqs", "dp", "nodes") if not getattr(row, name)]
     if missing:
         return f"{missing[0]} not stated"
+    if row.precision and row.precision not in DTYPES:
+        return f"precision {row.precision} has no profile"
     try:
         profile = _profile(row.device, row.inter_gbps_per_device)
     except MeshError as error:
         return f"device: {error}"
     assumed: list[str] = []
     model = _model(row, rows, assumed)
-    torch_trainer = row.source.startswith(_TORCH_TRAINERS)
+    torch_trainer = row.source.startswith(_TORCH_TRAINERS) or "FSDP" in row.note
     compiled = row.source.startswith("alpa") and "megatron" not in row.note  # a program made by XLA
     new_device = not profile.name.startswith(("v100", "a100"))
     fused = not torch_trainer or "compile on" in row.note
@@ -84,7 +87,9 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
     if not schedule:
         schedule = _assume(assumed, "schedule", "interleaved-1f1b" if virtual > 1 else "1f1b")
     chunks = pp * virtual if schedule in ("interleaved-1f1b", "zb-v") else pp
-    short = "one layer short" in row.note
+    # Where the layers alone do not divide, the embedding and the head count as one each.
+    uneven = model.layers % chunks != 0 and (model.layers + 2) % chunks == 0
+    short = "one layer short" in row.note or (uneven and virtual > 1)
     whole = pp > 1 and model.layers + 2 * short >= chunks  # finer stages than layers: cut inside layers, evenly
     last = re.search(r"the last (\d+)", row.note)
     run = Run(

@@ -141,8 +141,12 @@ def _axes(shape: tuple[int, ...], tp: int, cp: int, dp: int, pp: int) -> Mapping
     degrees = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     laid = {axis.role: axis for axis in factor_axes(Mesh(shape), {k: v for k, v in degrees.items() if v > 1}).axes}
     found = {name: laid.get(name) or Axis(name, 1, None, (), 1) for name in degrees}
+    return {**found, "data": merge("data", found["cp"], found["dp"])}
+
+
+def merge(name: str, *axes: Axis) -> Axis:
+    """One axis of all ranks of several."""
     ranks: dict[int, int] = {}
-    for level, n in (*found["cp"].spans, *found["dp"].spans):
+    for level, n in (span for axis in axes for span in axis.spans):
         ranks[level] = ranks.get(level, 1) * n
-    spans = tuple(sorted(ranks.items()))
-    return {**found, "data": Axis("data", math.prod(ranks.values()), None, spans, 1)}
+    return Axis(name, math.prod(ranks.values()), None, tuple(sorted(ranks.items())), 1)

@@ -11,12 +11,12 @@ a lone one has at most one port.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.cost.collective import collective_s
 from autopar.cost.fitted import Fitted
 from autopar.cost.layer_time import Pass
-from autopar.cost.training_run import Run
+from autopar.cost.training_run import Run, merge
 from autopar.cost.transformer import ELEMENT_BYTES
 from autopar.errors import PlanError
 from autopar.mesh import Axis
@@ -59,7 +59,7 @@ def layer_s(run: Run, one: Pass, fitted: Fitted, moe: bool) -> tuple[float, floa
         backward += felt_s(2.5 * one.attention_s, 2 * ring, fitted)
     if moe and run.ep > 1:
         routed = whole / run.tp * run.model.top_k
-        pair = 2 * in_line_s(run, "all_to_all", routed, _inner(axes["dp"], run.ep), fitted)
+        pair = 2 * in_line_s(run, "all_to_all", routed, _expert_axis(run), fitted)
         forward, backward = forward + pair, backward + pair
     return forward, backward
 
@@ -115,14 +115,16 @@ def data_s(run: Run, stage: int, forward_s: float, backward_s: float, fitted: Fi
     return gather + scatter
 
 
-def _inner(axis: Axis, size: int) -> Axis:
-    """The nearest `size` ranks of an axis."""
-    spans, left = [], size
-    for level, ranks in axis.spans:
-        part = math.gcd(left, ranks)
-        if part > 1:
-            spans.append((level, part))
-            left //= part
-    if left != 1:
-        raise PlanError(f"ep={size} does not divide the data axis of {axis.size}")
-    return replace(axis, size=size, spans=tuple(spans))
+def _expert_axis(run: Run) -> Axis:
+    """The nearest `ep` ranks of the data axis; where they do not divide it, of tp and data together."""
+    axes = run.axes
+    for axis in (axes["dp"], axes["data"], merge("stage", axes["tp"], axes["data"])):
+        spans, left = [], run.ep
+        for level, ranks in axis.spans:
+            part = math.gcd(left, ranks)
+            if part > 1:
+                spans.append((level, part))
+                left //= part
+        if left == 1:
+            return Axis("ep", run.ep, None, tuple(spans), 1)
+    raise PlanError(f"ep={run.ep} does not divide the {run.tp * run.cp * run.dp} ranks of a stage")

@@ -114,6 +114,12 @@ class Constants:
         with np.errstate(divide="ignore"):
             self.low, self.high = np.log(np.array(bounds)).T
 
+    def neutral(self) -> Constants:
+        """The same, starting from `_NEUTRAL`."""
+        other = Constants()
+        other.start = np.log([_NEUTRAL.get(n, v) for n, v in zip(self.names, np.exp(self.start), strict=True)])
+        return other
+
     def values(self, x: np.ndarray) -> dict[str, float]:
         return dict(zip(self.names, np.exp(x).tolist(), strict=True))
 
@@ -134,12 +140,6 @@ class Constants:
 
 def _example(device: str) -> Profile:
     return load_profile({"v100": "v100-sxm-16gb", "a100": "a100-sxm-80gb", "h100": "h100-sxm"}[device])
-
-    def neutral(self) -> Constants:
-        """The same, starting from `_NEUTRAL`."""
-        other = Constants()
-        other.start = np.log([_NEUTRAL.get(n, v) for n, v in zip(self.names, np.exp(self.start), strict=True)])
-        return other
 
 
 def fit(of: Sequence[Case], rounds: int, constants: Constants, show: bool = True) -> np.ndarray:

@@ -14,7 +14,7 @@ from autopar.errors import MeshError
 PROFILES = Path(hardware.__file__).parent / "profiles"
 NAMES = set(
     "a100-pcie-40gb a100-pcie-80gb a100-sxm-40gb a100-sxm-80gb b200 cpu gb200 h100-96gb-hbm2e-500w h100-pcie h100-sxm "
-    "h200-sxm mi300x v100-sxm-16gb".split()
+    "h200-sxm h800-sxm mi300x v100-sxm-16gb".split()
 )
 
 

@@ -114,5 +114,5 @@ def test_refused(changes, message):
 
 def test_an_expert_degree_that_does_not_fit_is_refused():
     mixture = replace(GPT, experts=8, top_k=2)
-    with pytest.raises(PlanError, match="ep=3 does not divide the data axis of 8"):
+    with pytest.raises(PlanError, match="ep=3 does not divide the 8 ranks of a stage"):
         step_time(run(model=mixture, tp=1, dp=8, ep=3))
