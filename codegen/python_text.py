@@ -49,10 +49,10 @@ class _File:
         at = ", ".join(f"{a.name} {i} of {a.size}" for a, i in zip(mesh.axes, mesh.coordinate(self.rank), strict=True))
         yield f'"""{program.name}: the program of rank {self.rank} of {mesh.size}{f" ({at})" if at else ""}.'
         yield ""
-        yield "`forward(parameters, inputs)` takes this rank's part of each parameter and buffer by name (constants, too:"
-        yield "tensors that the model's forward takes from elsewhere), and of each input in order; under"
-        yield "`use_groups(groups())` it gives its part of each output. Autograd gives the gradients. A comment shows how a"
-        yield "value lies on the mesh, where it is not the same on every rank."
+        yield "`forward(parameters, inputs)` takes this rank's part of each parameter and buffer by name (constants"
+        yield "too: tensors that forward takes from elsewhere), and of each input in order; under"
+        yield "`use_groups(groups())` it gives its part of each output. Autograd gives the gradients. A comment shows"
+        yield "how a value lies on the mesh, where it is not the same on every rank."
         yield '"""'
         yield ""
         yield "import torch"
