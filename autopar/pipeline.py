@@ -133,7 +133,9 @@ def choose(
     if dump is not None:
         dump.write("solve", None, extra=problem_text(found.built, found.solution))
     plan = make_plan(prepared.analysis, found, inner, prepared.sinks, prepared.capture_s, time.perf_counter() - started)
-    return pipeline_plan(plan, prepared.analysis, found, settings, topology) if settings.pins.staged else plan
+    if not settings.pins.staged:
+        return plan
+    return pipeline_plan(plan, prepared.analysis, found, settings, topology, prepared.sinks)
 
 
 def carry_out(prepared: Prepared, plan: Plan, profile: Profile, settings: Settings) -> tuple[Found, Decisions]:

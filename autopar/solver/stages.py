@@ -19,14 +19,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from autopar.cost.simulate import StageTimes, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import LogicalMesh, Mesh, with_pipeline
+from autopar.passes.microbatch import divide
 from autopar.plan import Plan
 from autopar.program import Program, record
 from autopar.rules.analyse import Analysis
 from autopar.rules.call import is_getitem
 from autopar.schedule.build import KINDS, build
 from autopar.schedule.check import check
+from autopar.schedule.table import Schedule
+from autopar.solver.decide import decide
 from autopar.solver.search import Found
 from autopar.solver.settings import Settings
 
@@ -45,13 +51,28 @@ class Cell:
     activation_bytes: float
 
 
-def pipeline_plan(plan: Plan, analysis: Analysis, found: Found, settings: Settings, topology: Mesh) -> Plan:
-    """The plan of a pipeline whose stages are planned as `plan` (made for the devices of one stage) says."""
+def pipeline_plan(
+    plan: Plan, analysis: Analysis, found: Found, settings: Settings, topology: Mesh, sinks: Mapping[int, str]
+) -> Plan:
+    """The plan of a pipeline whose stages are planned as `plan` (made for the devices of one stage) says.
+
+    Raises:  PlanError: more stages than cuts, a value that needs the whole batch with pinned micro-batches;
+             InfeasibleError: no cut fits the memory.
+    """
     given = settings.pins.given
     ranks, virtual = settings.pins.degrees.get("pp", 1), int(given.get("virtual_stages", 0)) or None
     name = given.get("schedule") or ("1f1b" if virtual in (None, 1) else "interleaved-1f1b")
     virtual = virtual or KINDS[name].virtual or 2
-    microbatches = int(given.get("microbatches", 0)) or _microbatches(analysis, found, ranks)
+    pinned_count = int(given.get("microbatches", 0))
+    microbatches = pinned_count or _microbatches(analysis, found, ranks)
+    try:
+        decisions = decide(found.built, found.solution.options, sinks)
+        divide(analysis, decisions, found.mesh, found.built.roles.batch, microbatches)
+    except PlanError as error:
+        if pinned_count or microbatches == 1:
+            raise
+        microbatches = 1  # nothing is divided, and ranks wait for each other: the only way for this model
+        plan = replace(plan, notes=(*plan.notes, f"one micro-batch: {error}"))
     schedule = build(name, ranks, virtual, microbatches)
     held = check(schedule).in_flight_by_stage
     cells = cells_of(plan, analysis, found, schedule.stages)
@@ -74,7 +95,7 @@ def pipeline_plan(plan: Plan, analysis: Analysis, found: Found, settings: Settin
         devices = [r for r in range(mesh.size) if mesh.coordinate(r)[-1] == schedule.placement[s]]
         stages.append({"blocks": [c.name for c in inside], "devices": devices})
         at += size
-    predicted = _predicted(plan, seconds, peak, ranks, virtual, microbatches)
+    predicted = _predicted(plan, seconds, peak, schedule)
     return _with_stages(plan, mesh, stages, name, microbatches, virtual, predicted, settings)
 
 
@@ -115,14 +136,15 @@ def _with_stages(
     )
 
 
-def _predicted(
-    plan: Plan, seconds: Sequence[float], peak: Sequence[float], ranks: int, virtual: int, microbatches: int
-) -> dict[str, Any]:
-    """The inner plan's figures for a pipeline: the slowest rank sets the pace, and waits (p - 1) / (m v) of it."""
+def _predicted(plan: Plan, seconds: Sequence[float], peak: Sequence[float], schedule: Schedule) -> dict[str, Any]:
+    """The inner plan's figures for a pipeline whose step is simulated; seconds: of a whole batch by stage."""
     old = dict(plan.predicted)
-    rank_s = max(sum(seconds[i] for i in range(r, len(seconds), ranks)) for r in range(ranks))
+    ranks = schedule.ranks
+    rank_s = max(sum(seconds[s] for s in schedule.held(r)) for r in range(ranks))
     total = sum(seconds) or 1.0
-    step = rank_s * (1 + (ranks - 1) / (microbatches * virtual))
+    third = np.array(seconds) / schedule.microbatches / 3  # forward, and the two halves of the backward
+    times = StageTimes(forward_s=third, input_grad_s=third, weight_grad_s=third)
+    step = float(simulate(schedule, times).step_time_s)
     ratio = old["step_time_s"] / step if step else 1.0
     parts = {k: v * rank_s / total for k, v in old["breakdown_s"].items()}
     return {

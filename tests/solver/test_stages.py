@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+import torch
 
 import autopar
 from autopar.errors import InfeasibleError, MeshError, PlanError
@@ -113,3 +114,23 @@ def test_cuts_that_are_none_are_refused(pin: dict[str, object], said: str) -> No
 def test_a_degree_that_does_not_divide_the_mesh() -> None:
     with pytest.raises(MeshError, match="pp=3 does not divide the 4 devices"):
         planned(pp=3)
+
+
+class Normed(torch.nn.Module):
+    """Batch statistics in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))).square().mean()
+
+
+def test_batch_statistics_leave_one_micro_batch_and_say_so() -> None:
+    example = (torch.randn(8, 8),)
+    plan = autopar.plan(Normed(), autopar.Mesh("2"), example_args=example, pin={"pp": 2})
+    assert plan.microbatches == 1
+    assert any("norm" in note and "needs the whole batch" in note for note in plan.notes)
+    with pytest.raises(PlanError, match=r"norm.*needs the whole batch.*pin microbatches to 1"):
+        autopar.plan(Normed(), autopar.Mesh("2"), example_args=example, pin={"pp": 2, "microbatches": 4})
