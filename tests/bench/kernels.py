@@ -112,28 +112,30 @@ def widest_load(ptx: str) -> int:
     return max((int(n or 1) * int(bits) // 8 for n, bits in loads), default=0)
 
 
-def lowered(name: str, dtype: torch.dtype, batch: int, seq: int) -> Any:
+def lowered(name: str, dtype: torch.dtype, batch: int, seq: int, device: str = "cpu") -> Any:
     """Graphs of two layers of a model at its real width; nothing is computed."""
     with FakeTensorMode():
         model: nn.Module
         if name == "gpt2-medium":
             config = GPTConfig(vocab=50257, context=1024, layers=2, heads=16, width=1024, ff_width=4096)
-            model = GPT(config, dtype=dtype)
+            model = GPT(config, dtype=dtype, device=device)
         else:
             sizes = {"vocab": 128256, "layers": 2, "heads": 32, "kv_heads": 8, "width": 2048, "ff_width": 8192}
-            model = Llama(LlamaConfig(context=seq, **sizes), dtype=dtype)
-        ids = torch.zeros(batch, seq, dtype=torch.int64)
+            model = Llama(LlamaConfig(context=seq, **sizes), dtype=dtype, device=device)
+        ids = torch.zeros(batch, seq, dtype=torch.int64, device=device)
         return lower_model(model, (ids, ids))
 
 
-def groups(name: str, dtype: torch.dtype, batch: int, seq: int) -> Iterator[tuple[str, Code]]:
-    """(which graph, kernel) of all different kernels."""
-    graphs, seen = lowered(name, dtype, batch, seq), set()
+def groups(
+    name: str, dtype: torch.dtype, batch: int, seq: int, device: str = "cpu", mode: str = "aten"
+) -> Iterator[tuple[str, FusedGroup]]:
+    """(which graph, group) of all different kernels."""
+    graphs, seen = lowered(name, dtype, batch, seq, device), set()
     for which in ("forward", "backward"):
-        for group in Fuse().run(getattr(graphs, which)).modules():
+        for group in Fuse(mode).run(getattr(graphs, which)).modules():
             if isinstance(group, FusedGroup) and group.code.printed.text not in seen:
                 seen.add(group.code.printed.text)
-                yield which, group.code
+                yield which, group
 
 
 def byte_ratio(code: Code) -> float:
@@ -165,7 +167,8 @@ def table() -> Iterator[str]:
         heads = [f"sm_{c} registers | spills | load" for c in CUDA]
         yield f"| graph | kernel | warps | bytes | {' | '.join(heads)} | {' | '.join(HIP)} |"
         yield "|---" * (4 + 3 * len(CUDA) + len(HIP)) + "|"
-        for which, code in groups(name, dtype, batch, seq):
+        for which, group in groups(name, dtype, batch, seq):
+            code = group.code
             for number, launch in enumerate(code.printed.launches):
                 cells = [which, launch.function, str(launch.warps), "" if number else f"{byte_ratio(code):.3f}"]
                 for capability in CUDA:
