@@ -64,14 +64,14 @@ class Stage:
 def step_time(run: Run, fitted: Fitted = FITTED) -> StepTime:
     """Seconds of one step."""
     found = stages(run, fitted)
-    slowest = max(found, key=lambda s: s.total_s)
+    slowest, bubble_s = _critical(run, found)
     fullest = max(range(run.pp), key=run.weights)
     owner = found[fullest]
     noise = 1 + fitted.straggler_fraction * math.log2(run.nodes)
     return StepTime(
         run.microbatches * slowest.compute_s * noise,
         run.microbatches * slowest.exposed_s * noise,
-        _BUBBLES[run.schedule](run, found, slowest) * noise,
+        bubble_s * noise,
         data_s(run, fullest, owner.forward_s, owner.input_s + owner.weight_s, fitted),
         _update_s(run, fullest, fitted),
     )
@@ -135,31 +135,49 @@ def _update_s(run: Run, stage: int, fitted: Fitted) -> float:
     return float(memory_bound_s(local * traffic, run.profile)) + fitted.step_s
 
 
-Bubble = Callable[[Run, list[Stage], Stage], float]
+Bubble = Callable[[Run, list[Stage], int], float]
+"""Seconds that a stage waits in a step when all of its own work is never late."""
 
 
-def _one_by_one(run: Run, found: list[Stage], slowest: Stage) -> float:
-    return sum(s.total_s for s in found) - slowest.total_s
+def _critical(run: Run, found: list[Stage]) -> tuple[Stage, float]:
+    """The stage that sets the pace, and its waiting."""
+    waits = [_BUBBLES[run.schedule](run, found, i) for i in range(run.pp)]
+    slowest = max(range(run.pp), key=lambda i: run.microbatches * found[i].total_s + waits[i])
+    return found[slowest], waits[slowest]
 
 
-def _chunked(run: Run, found: list[Stage], slowest: Stage) -> float:
-    return _one_by_one(run, found, slowest) / run.virtual
+def _one_by_one(run: Run, found: list[Stage], stage: int) -> float:
+    return sum(s.total_s for s in found) - found[stage].total_s
 
 
-def _weights_fill(run: Run, found: list[Stage], slowest: Stage) -> float:
+def _alternating(run: Run, found: list[Stage], stage: int) -> float:
+    # Stages before pass the first micro-batch down and the last one up. The way to the last stage and back is filled by
+    # forwards before the first backward comes, and by backwards after the last forward has gone.
+    after = found[stage + 1 :]
+    away_s, mine = sum(s.total_s for s in after), found[stage]
+    forward_s = mine.forward_s + mine.exposed_s / 2
+    filled = (forward_s, mine.total_s - forward_s)
+    return sum(s.total_s for s in found[:stage]) + sum(max(away_s - len(after) * s, 0.0) for s in filled)
+
+
+def _chunked(run: Run, found: list[Stage], stage: int) -> float:
+    return _one_by_one(run, found, stage) / run.virtual
+
+
+def _weights_fill(run: Run, found: list[Stage], stage: int) -> float:
     # Each of the p - 1 steps down and up the pipeline leaves a gap, which two weight gradients shorten.
-    return max(_one_by_one(run, found, slowest) - 2 * (run.pp - 1) / run.pp * sum(s.weight_s for s in found), 0.0)
+    return max(_one_by_one(run, found, stage) - 2 * (run.pp - 1) / run.pp * sum(s.weight_s for s in found), 0.0)
 
 
-def _filled(run: Run, found: list[Stage], slowest: Stage) -> float:
+def _filled(run: Run, found: list[Stage], stage: int) -> float:
     # What no work is there to fill: about one micro-batch of a stage.
-    return _one_by_one(run, found, slowest) / max(run.pp - 1, 1)
+    return _one_by_one(run, found, stage) / max(run.pp - 1, 1)
 
 
 _BUBBLES: Mapping[str, Bubble] = {
     "none": _one_by_one,
     "gpipe": _one_by_one,
-    "1f1b": _one_by_one,
+    "1f1b": _alternating,
     "interleaved-1f1b": _chunked,
     "looped-bfs": _chunked,
     "zb-h1": _weights_fill,
