@@ -103,8 +103,9 @@ def parallelize(
         example_args, example_kwargs: one **global** batch. May be left out when `model.example_inputs()` or a
             transformers config says how to make one.
         plan: a `Plan` or the path of one; nothing is solved then.
-        pin: decisions taken by the user: degrees (`dp`, `tp`), `zero` (0 to 3), `sp`, and parameter patterns with
-            layouts, e.g. `{"*.up_proj.weight": {"tp": "S(0)"}}`.
+        pin: decisions taken by the user: degrees (`pp`, `dp`, `tp`), `zero` (0 to 3), `sp`, `schedule`,
+            `microbatches`, `virtual_stages`, `stages` (how many blocks each has, or their names), and parameter
+            patterns with layouts, e.g. `{"*.up_proj.weight": {"tp": "S(0)"}}`.
         memory: bytes usable per device (`"70GiB"` or an int); default: the device's, less a reserve.
         optimizer: what the memory model must hold: "adamw", "sgd", "none", or bytes a parameter.
         precision: "fp32", "bf16", "fp16" (compute in it, fp32 master weights and reduction) or a

@@ -3,6 +3,7 @@
 torch's `clip_grad_norm_` sees the gradients of this rank's stages only, and would clip every stage by its own norm.
 What it calls for the norm is replaced by a function that adds up the stages, each shared parameter once; it is looked
 up at every call, so any way of importing `clip_grad_norm_` is served. Modules without stages get torch's own answer.
+`torch.nn.utils.get_total_norm` holds on to torch's function and gives the norm of this rank's stages.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ _MODULES: list[_StageNorm] = []
 
 
 def count_norms_over_stages(module: nn.Module, line: Line, owners: Mapping[str, tuple[int, ...]]) -> None:
-    """From now on `clip_grad_norm_` and `get_total_norm` of this module's gradients count all stages."""
+    """From now on `clip_grad_norm_` of this module's gradients counts all stages."""
     _MODULES[:] = [m for m in _MODULES if m.module() is not None]
     _MODULES.append(_StageNorm(module, line, owners))
     clip_grad._get_total_norm = _total_norm  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 AdamW steps, whatever the cut, the schedule, the micro-batches and what lies inside the stages.
 """
 
+import pytest
+
 from autopar.runtime.launch import CAPTURE, run_ranks_local
 from tests.end_to_end.pipeline import run_cases
 
@@ -18,6 +20,32 @@ FOUR = [
     ["gpt", "2x2", 8, {"pin": {"pp": 2, "tp": 2, "microbatches": 2}}],
     ["gpt", "4", 8, {"pin": {"pp": 2, "dp": 2, "microbatches": 2}}],
     ["gpt-tied", "2x2", 8, {"pin": {"pp": 2, "zero": 3, "dp": 2, "microbatches": 3}}],
+]
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-2p", 1), ("interleaved-1f1b", 2), ("looped-bfs", 2)]
+SCHEDULES += [("interleaved-zb", 2), ("zb-v", 2), ("dualpipe-v", 2)]
+MODELS = ("gpt", "hf-llama", "hf-gpt2", "gpt-tied", "t5", "unet", "mixed")
+INSIDE = ({"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "dp": 2, "zero": 3})
+
+
+def _pinned(model, mesh, pin, schedule, microbatches, backend):
+    name, virtual = schedule
+    virtual = {} if name in ("zb-v", "dualpipe-v") else {"virtual_stages": virtual}
+    options = {"pin": {**pin, **virtual, "schedule": name, "microbatches": microbatches}, "backend": backend}
+    return [model, mesh, 8, options]
+
+
+# Pairs: every model with every schedule, and every inside with every model, micro-batches and backends in turn.
+EVERY_TWO = [
+    _pinned(model, "2", {"pp": 2}, schedule, (1, 2, 3, 4, 8)[(i + j) % 5], ("aot", "eager")[(i + j) % 2])
+    for i, model in enumerate(MODELS)
+    for j, schedule in enumerate(SCHEDULES)
+]
+EVERY_FOUR = [
+    _pinned(model, "4", pin, SCHEDULES[(2 * i + j) % 6 if pin["pp"] == 4 else (2 * i + j) % 9], 2 + i % 3, "aot")
+    for i, model in enumerate(MODELS)
+    for j, pin in enumerate(INSIDE)
+    if not (model == "unet" and "tp" in pin)
 ]
 
 
@@ -50,6 +78,18 @@ def test_two_ranks():
 
 def test_four_ranks():
     check_all(FOUR, 4, 280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_schedule_on_two_ranks():
+    check_all(EVERY_TWO, 2, 3500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_inside_on_four_ranks():
+    check_all(EVERY_FOUR, 4, 3500)
 
 
 def test_micro_batches_on_one_device():
