@@ -39,7 +39,7 @@ class Slow(torch.autograd.Function):
 
 
 def run_schedules(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """payload: {"cases": [[name, virtual stages, micro-batches], ...], "times": [F, I, W] of one rank, "runs": n}.
+    """payload: {"cases": [[name, virtual stages, micro-batches], ...], "times": [F, I, W] of a stage, "runs": n}.
 
     Returns: for each case, of the shortest run: the seconds of the step, the most micro-batches this rank held, and how
     long each sleep of it took: [work (F, I, W), stage, micro-batch, seconds].
@@ -47,7 +47,7 @@ def run_schedules(payload: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for name, virtual, microbatches in payload["cases"]:
         schedule = build(name, dist.get_world_size(), virtual, microbatches)
-        times = [time_s / virtual for time_s in payload["times"]]
+        times = payload["times"]
         found.append(min((_run(schedule, times) for _ in range(payload["runs"])), key=lambda r: r["step_s"]))
     return found
 

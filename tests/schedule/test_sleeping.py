@@ -13,8 +13,8 @@ from autopar.cost.timeline import Timeline
 from autopar.runtime.launch import run_ranks_local
 from autopar.schedule import build, check
 
-TIMES = (0.15, 0.15, 0.11)
-"""Forward, input gradient, weight gradient of one rank and micro-batch: long beside what a message takes."""
+TIMES = (0.25, 0.25, 0.18)
+"""Forward, input gradient, weight gradient of a stage and micro-batch: long beside what a message takes."""
 
 CASES = [
     ("gpipe", 1, 6),
@@ -44,10 +44,10 @@ def simulated(case: tuple[str, int, int], ranks: int, found: Sequence[Mapping[st
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bubbles_are_as_simulated(ranks: int) -> None:
-    """Within 3 %; again up to twice for what another program disturbed, since it can only make a step longer."""
+    """Within 3 %; again up to three times for what another program disturbed, since it can only make a step longer."""
     left = CASES
-    for _ in range(3):
-        payload = {"cases": left, "times": TIMES, "runs": 2}
+    for _ in range(4):
+        payload = {"cases": left, "times": TIMES, "runs": 1}
         results = run_ranks_local("tests.schedule.sleeping:run_schedules", ranks, payload, 280)
         wrong = []
         for case, *found in zip(left, *results, strict=True):
