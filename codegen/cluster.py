@@ -81,6 +81,8 @@ class _Clusters:
         self.members: dict[int, list[Node]] = {}
         for node in units:
             source = node.args[0] if node.target is operator.getitem else None
+            if packet(node) == "_log_softmax_backward_data" and packet(node.all_input_nodes[0]) == "nll_loss_backward":
+                source = node.all_input_nodes[0]  # together they need no sum over the vocabulary
             if isinstance(source, Node) and known(source):
                 self.unit[node] = self.unit[source]  # an item of a norm's results belongs to the norm
             else:

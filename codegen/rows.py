@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from autopar.codegen.composites import prefix, suffix
-from autopar.codegen.index import ZERO, NotLinear
+from autopar.codegen.index import ZERO, Index, NotLinear
 from autopar.codegen.kernel import KINDS
 from autopar.codegen.views import At, given, packet, shape_of, view_of, viewed
 
@@ -182,11 +182,39 @@ def _softmax_backward(b: _Builder, node: Node, item: int, at: At) -> int:
     if packet(node) == "_softmax_backward_data":
         along = row.reduce("sum", lambda i: row.do("mul", row.at(i)(grad), row.at(i)(y)))
         return row.do("mul", row.at(at)(y), row.do("sub", row.at(at)(grad), along))
-    total = row.reduce("sum", lambda i: row.at(i)(grad))
+    if isinstance(grad, Node) and packet(grad) == "nll_loss_backward" and b.inside(grad):
+        total = _nll_slope(b, grad, at[0])  # the one element of the row that is not 0
+    else:
+        total = row.reduce("sum", lambda i: row.at(i)(grad))
     return row.do("sub", row.at(at)(grad), row.do("mul", row.do("exp", row.at(at)(y)), total))
 
 
+def _nll_backward(b: _Builder, node: Node, item: int, at: At) -> int:
+    """The gradient of a negative log likelihood: 0 but at the target."""
+    if len(at) != 2:
+        raise NotLinear(f"nll_loss_backward of {len(at)} dims")
+    target = b.value(given(node)[2], at[:1], "i64")
+    kind = KINDS[node.meta["val"].dtype]
+    hit = b.compare("eq", target, b.position(at[1], "i64"))
+    return b.emit("where", hit, _nll_slope(b, node, at[0]), b.literal(0, kind), kind=kind)
+
+
+def _nll_slope(b: _Builder, node: Node, row: Index) -> int:
+    """The gradient of a row's loss at its target: -gradient (/ count), 0 where the target is ignored."""
+    grad, _, target, weight, reduction, ignored, count = given(node)
+    if weight is not None:
+        raise NotLinear("nll_loss_backward with weights of classes")
+    kind = KINDS[node.meta["val"].dtype]
+    slope = b.emit("neg", b.value(grad, (row,) if reduction == 0 else (), kind), kind=kind)
+    if reduction == 1:
+        slope = b.emit("div", slope, b.value(count, (), kind), kind=kind)
+    label = b.value(target, (row,), "i64")
+    counts = b.compare("ne", label, b.literal(ignored, "i64"))
+    return b.emit("where", counts, slope, b.literal(0, kind), kind=kind)
+
+
 RULES: Mapping[str, Callable[..., int]] = {
+    "nll_loss_backward": _nll_backward,
     "native_layer_norm": _layer_norm,
     "_fused_rms_norm": _rms_norm,
     "native_layer_norm_backward": _norm_backward,

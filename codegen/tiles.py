@@ -81,7 +81,11 @@ def tile_of(kernel: Kernel) -> Tile:
             block //= 2
         return Tile(1, block, 1, 1, -(-kernel.column_count // block), 4)
     height, width = kernel.row_count, kernel.column_count
-    if not kernel.reduces and kernel.sums:
+    if not kernel.reduces and not kernel.sums:  # nothing joins the columns of a row: cut them
+        columns = min(FLAT_BLOCK, power_of_2(width))
+        rows = min(max(1, FLAT_BLOCK // columns), power_of_2(height))
+        return Tile(rows, columns, -(-height // rows), rows, -(-width // columns), 4)
+    if not kernel.reduces:
         columns = min(128, power_of_2(width))
         rows = min(max(1, 2048 // columns), power_of_2(height))
         while live * rows * columns // 128 > REGISTERS and rows > 1:

@@ -7,33 +7,27 @@ from autopar.passes.fuse import Fuse
 from tests.codegen.compare import check_group, groups
 from tests.codegen.lowered import gpt, llama, lower_model
 
-SIZES = ((2, 5, 24), (1, 1, 8), (2, 16, 64))
-"""(batch, sequence, width): no multiple of a tile; one row; multiples of the tile."""
+HALVES = (torch.bfloat16, torch.float16)
+CASES = [
+    pytest.param(model, dtype, sizes, marks=() if often else pytest.mark.slow, id=f"{model.__name__}-{dtype}-{sizes}")
+    for model in (gpt, llama)
+    for dtype in (torch.float32, *HALVES)
+    for sizes, often in (
+        ((2, 5, 24), dtype != torch.float16),  # no multiple of a tile
+        ((1, 1, 8), False),  # one row
+        ((2, 16, 64), False),  # multiples of the tile
+    )
+]
+"""(model, dtype, (batch, sequence, width))."""
 
 
-@pytest.fixture(scope="module")
-def lowered():
-    """Graphs by model, dtype and sizes; lowered once."""
-    made = {}
-
-    def get(model, dtype, sizes):
-        key = (model, dtype, sizes)
-        if key not in made:
-            torch.manual_seed(0)
-            module, inputs = model(*sizes)
-            made[key] = lower_model(module.to(dtype), inputs)
-        return made[key]
-
-    return get
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("model", [gpt, llama])
-def test_small_sizes(lowered, model, dtype):
-    for sizes in SIZES[:1] if dtype == torch.float16 else SIZES:
-        graphs = lowered(model, dtype, sizes)
-        for graph in (graphs.forward, graphs.backward):
-            found = groups(Fuse().run(graph))
-            assert found
-            for group in found:
-                check_group(group)
+@pytest.mark.parametrize(("model", "dtype", "sizes"), CASES)
+def test_kernels_equal_their_ops(model, dtype, sizes):
+    torch.manual_seed(0)
+    module, inputs = model(*sizes)
+    graphs = lower_model(module.to(dtype), inputs)
+    for graph in (graphs.forward, graphs.backward):
+        found = groups(Fuse().run(graph))
+        assert found
+        for group in found:
+            check_group(group)

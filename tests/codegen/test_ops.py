@@ -97,7 +97,8 @@ def rms(x, w):
 
 
 def test_every_formula_is_tried():
-    others = "amax amin fused_rms_norm_backward embedding dropout where logical_and logical_or logical_not rms"
+    others = "amax amin fused_rms_norm_backward nll_loss_backward embedding dropout where logical_and logical_or"
+    others += " logical_not rms"
     tried = " ".join((*UNARY, *BINARY, *ROWS, others))
     spelled = {
         **dict.fromkeys(("_to_copy",), "cast"), **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "compare"),
@@ -173,6 +174,22 @@ def test_whole_numbers():
 
     for dtype in (torch.int64, torch.int32):
         check_group(one_kernel(whole, torch.empty(5, 9, dtype=dtype), torch.empty(9, dtype=dtype)))
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_cross_entropy_backward(reduction):
+    """No sum over the vocabulary, so that its rows may be wide."""
+
+    def backward(grad, logp, target, count):
+        g = aten.nll_loss_backward(grad, logp, target, None, reduction, 2, count)
+        return aten._log_softmax_backward_data(g, logp, 1, logp.dtype)
+
+    for dtype in FLOATS[:2]:
+        grad = torch.empty((4,) if reduction == 0 else (), dtype=dtype)
+        shapes = torch.empty(4, 2500, dtype=dtype), torch.empty(4, dtype=torch.int64), torch.empty((), dtype=dtype)
+        group = one_kernel(backward, grad, *shapes)
+        assert not group.code.kernel.reduces
+        check_group(group)
 
 
 def test_gather():
