@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -221,7 +222,7 @@ def cells_of(plan: Plan, analysis: Analysis, found: Found, stages: int) -> list[
 
 
 def _activation_bytes(found: Found) -> dict[str, float]:
-    """What an op's choice keeps for the backward, by op: its row of the memory constraint."""
+    """What is kept for the backward of what an op reads and makes, by op: its rows of the memory constraint."""
     built, options = found.built, found.solution.options
     choices = built.problem.choices
     counts: dict[str, int] = {}
@@ -233,6 +234,11 @@ def _activation_bytes(found: Found) -> dict[str, float]:
             c = built.op_choice[first]
             memory = choices[c].memory_bytes
             out[name] = float(memory[options[c]]) / counts[first]
+    values = Counter(built.read_choice.values())
+    for value, c in built.read_choice.items():  # read by several ops in one layout: kept once
+        name = value.partition(".")[0]
+        if name in out:
+            out[name] += float(choices[c].memory_bytes[options[c]]) / values[c]
     return out
 
 

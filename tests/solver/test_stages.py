@@ -134,3 +134,9 @@ def test_batch_statistics_leave_one_micro_batch_and_say_so() -> None:
     assert any("norm" in note and "needs the whole batch" in note for note in plan.notes)
     with pytest.raises(PlanError, match=r"norm.*needs the whole batch.*pin microbatches to 1"):
         autopar.plan(Normed(), autopar.Mesh("2"), example_args=example, pin={"pp": 2, "microbatches": 4})
+
+
+def test_the_stages_together_hold_what_the_model_does() -> None:
+    whole = planned("1").predicted["peak_memory_bytes"][0]
+    stages = planned("2", pp=2, schedule="gpipe", microbatches=1).predicted["peak_memory_bytes"]
+    assert sum(stages) == pytest.approx(whole, rel=1e-3)
