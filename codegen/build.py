@@ -93,9 +93,10 @@ class _Builder:
         if self.width is not None and self.total % self.width:
             raise Unfusable(f"{self.total} elements are no whole rows of {self.width}")
         height = self.total // self.width if self.width else None
-        shapes = [] if self.width is None else [(self.total // self.width, self.width)]
-        outer = self._whole((*self.outputs, *pieces), height)
-        self.axes = common_axes(shapes + outer, self._whole(self._inner(), height), self.total)
+        shapes = self._whole((*self.outputs, *pieces), height)
+        if self.width is not None:
+            shapes.append((self.total // self.width, self.width))
+        self.axes = common_axes(shapes, self._whole(self._inner(), height), self.total)
         self.rows, product = 0, 1
         while height is not None and product < height:
             product *= self.axes[self.rows]

@@ -83,7 +83,7 @@ def pointwise(b: _Builder, node: Node, at: At) -> int:
     elif kind in ("i32", "i64") and rule.formula not in _WHOLE:
         raise NotLinear(f"{name} of integers")
     steps = [_operand(b, a, at, "i1" if rule.formula == "where" and i == 0 else wanted) for i, a in enumerate(args)]
-    alpha = node.kwargs.get("alpha", 1)
+    alpha: Any = node.kwargs.get("alpha", 1)
     if rule.alpha and alpha != 1:
         steps[1] = b.emit("mul", steps[1], b.literal(alpha, wanted), kind=wanted)
     if rule.formula == "same":
