@@ -11,6 +11,7 @@ from autopar.codegen import group, load
 from autopar.codegen.group import FusedGroup
 from autopar.errors import PlanError
 from autopar.passes.fuse import Fuse
+from autopar.runtime.launch import CAPTURE, run_ranks_local
 from tests.codegen.compare import groups
 from tests.codegen.lowered import lower_function
 from tests.end_to_end.small_models import build, inputs
@@ -60,6 +61,29 @@ def test_kernels_on_equal_the_module_and_are_dumped(tmp_path):
     assert "# gelu_backward gpt.py:" in text
     kernels = text.split("import triton\n")
     assert len(set(kernels)) == len(kernels), "equal kernels are shown once"
+
+
+def one_rank(payload):
+    """Kernels between collectives: of this rank's groups those that fell back, after a comparison for each plan."""
+    args, _ = inputs("gpt", batch=2, seq=5)
+    fallen = []
+    for pin in payload["pins"]:
+        m = autopar.parallelize(
+            build("gpt"), autopar.Mesh("2", device="cpu"), example_args=args, backend="aot", kernels="on", pin=pin
+        )
+        check(m, args)
+        made = groups_of(m)
+        assert len(made) > 4, pin
+        fallen += [g.code.name for g in made if g.mode != "interpreter"]
+    return fallen
+
+
+def test_between_collectives():
+    pins = [{"tp": 2}, {"dp": 2, "zero": 3, "recompute": "full"}]
+    assert run_ranks_local("tests.codegen.test_parallelize:one_rank", 2, {"pins": pins}, 240, preload=CAPTURE) == [
+        [],
+        [],
+    ]
 
 
 def test_blocks_share_their_kernels():
