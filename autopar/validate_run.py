@@ -10,6 +10,8 @@ What a source leaves open is assumed the same for every row of the kind:
     attention       the vendor's fused kernel where ops are fused, on devices since H100; portable fused attention in
                     PyTorch's trainers; unfused before
     overlap         collectives beside compute in fused frameworks on devices since H100, and where the row says so
+    ZeRO-3          gathered ahead of compute by PyTorch's trainers and on devices since H100; before, gathered when
+                    needed, by DeepSpeed along rings that cross nodes at every hop
     zero            1 for Megatron's family, 3 for PyTorch's; for compiled programs the lowest level that fits
     sp              on when tp > 1
     recompute       the cheapest policy that fits the memory
@@ -36,6 +38,8 @@ from autopar.validate_rows import Published
 T = TypeVar("T")
 
 _TORCH_TRAINERS = ("llm_foundry", "torchtitan", "fms_fsdp", "fsdp")  # sources that train with PyTorch's FSDP
+_PORT_GB_PER_S = 12.5  # [spec] a port of 100 Gb/s: a device with less shares its port with others
+_SHARED_PORT_FRACTION = 0.3  # [measured] what collectives reach of shared ports, through host memory; published steps
 _PORT_FRACTION = 0.96  # [measured] bulk bandwidth of a network port over its line rate; nccl-tests on 200 and 400 Gb/s
 
 # Parts of a published device name, in the order in which they decide; the profile that has its figures.
@@ -120,6 +124,8 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
         apart="unsharded" in row.note,
         racks=_racks(profile, row.nodes or 1),
         overlap="async TP" in row.note or (new_device and not torch_trainer),
+        prefetch=torch_trainer or new_device,
+        flat_ring=not (torch_trainer or new_device or compiled),
         widened=not compiled and row.precision == "fp16",
     )
     if row.recompute not in ("none", "selective", "full"):
@@ -199,5 +205,6 @@ def _profile(device: str, between_gb_per_s: float | None) -> Profile:
     profile = load_profile(name)
     if not between_gb_per_s:
         return profile
-    link: Link = replace(profile.links[-1], bandwidth_bytes_per_s=between_gb_per_s * 1e9 * _PORT_FRACTION)
+    port = _PORT_FRACTION if between_gb_per_s >= _PORT_GB_PER_S else _SHARED_PORT_FRACTION
+    link: Link = replace(profile.links[-1], bandwidth_bytes_per_s=between_gb_per_s * 1e9 * port)
     return replace(profile, links=(*profile.links[:-1], link))

@@ -34,6 +34,8 @@ class Run:
              reduce_bytes: width of a reduced gradient. apart: 16-bit gradients are kept beside the fp32 sum of them.
              widened: 16-bit gradients are copied to fp32 for the update.
              overlap: collectives of tensor and data parallelism, and sends between chunks, run beside compute.
+             prefetch: ZeRO-3 gathers the next layer, and reduces the last one, beside compute. flat_ring: its rings
+             cross nodes at every hop, so that each device's port carries the whole buffer.
     Raises:  PlanError: see the module.
     """
 
@@ -62,6 +64,8 @@ class Run:
     apart: bool = False
     widened: bool = False
     overlap: bool = False
+    prefetch: bool = True
+    flat_ring: bool = False
     racks: int = 1
 
     def __post_init__(self) -> None:

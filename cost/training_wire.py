@@ -96,6 +96,8 @@ def data_s(run: Run, stage: int, forward_s: float, backward_s: float, fitted: Fi
     axis = run.axes["data"]
     if axis.size == 1:
         return 0.0
+    if run.zero == 3 and run.flat_ring and len(axis.spans) > 1:
+        axis = Axis("data", axis.size, None, ((axis.spans[-1][0], axis.size),), 1)
     weights = run.weights(stage)
     pieces = max(int(run.layers(stage)), 1)
 
@@ -106,6 +108,8 @@ def data_s(run: Run, stage: int, forward_s: float, backward_s: float, fitted: Fi
     scatter = wire("reduce_scatter", weights * run.reduce_bytes)
     if run.sharded_trainer:
         again, once = (gather, 0.0) if run.zero == 3 else (0.0, gather)
+        if not run.prefetch:
+            return run.microbatches * (2 * again + scatter) + once
         micro = felt_s(forward_s, again, fitted) + felt_s(backward_s, again + scatter, fitted)
         return run.microbatches * micro + once + (gather + scatter) / pieces
     if run.zero == 0:

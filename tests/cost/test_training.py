@@ -68,6 +68,15 @@ def test_zero_3_gathers_in_every_micro_batch():
     assert step_time(run(tp=1, dp=8, zero=2)).reduce_s < step_time(run(tp=1, dp=8, zero=3)).reduce_s
 
 
+def test_without_prefetch_everything_is_felt_and_flat_rings_are_slow():
+    wide = {"nodes": 4, "tp": 1, "dp": 32, "zero": 3}
+    hidden, shown, flat = (
+        step_time(run(**wide, **kind)).reduce_s
+        for kind in ({}, {"prefetch": False}, {"prefetch": False, "flat_ring": True})
+    )
+    assert hidden < shown < flat / 3
+
+
 def test_slower_networks_and_more_nodes_cost():
     wide = {"nodes": 4, "tp": 8, "dp": 4, "zero": 1}
     slow = replace(A100, links=(A100.links[0], replace(A100.links[1], bandwidth_bytes_per_s=1e9)))
