@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.dump import Dump
-from autopar.errors import PlanError
 from autopar.lifetime import gather_once
 from autopar.mesh import with_pipeline
 from autopar.passes.cast import Cast
@@ -119,14 +118,9 @@ class _Lowering:
         decisions, lifetimes = gather_once(prepared.analysis, decisions, zero)
         cast, lifetimes = self.cast(lifetimes)
         if is_staged(self.plan):
-            if cast is not None:
-                raise PlanError(
-                    f"precision={self.request.settings.precision!r}: pipelines and micro-batches run in a model's own "
-                    "dtype; cast the model, e.g. model.bfloat16(), or leave out pp and microbatches"
-                )
             staging = Staging(
                 self.plan, found.mesh, self.request.profile, self.mesh, self.request.backend,
-                self.request.outputs != "auto", self.request.kernels,
+                self.request.outputs != "auto", self.request.kernels, cast,
             )  # fmt: skip
             batch = found.built.roles.batch
             staged = lower_stages(staging, prepared, decisions, batch, recompute=levels, dump=dump)

@@ -12,6 +12,7 @@ so half the bytes are sent; gradients are cast before they are reduced, and come
     MixedPrecisionPolicy      param_dtype   reduce_dtype     as the model's       as cast_forward_inputs says
                                             (param_dtype)
 
+In a pipeline the gradients of micro-batches are added up, and reduced once, in the master's dtype.
 All parameters are cast, those of norms too; buffers stay as they are, as under FSDP2. `output_dtype` is the dtype of
 the outputs. With fp16 scale the loss by `torch.amp.GradScaler`: it agrees on all ranks.
 """

@@ -26,6 +26,7 @@ from autopar.dump import Dump
 from autopar.layout import I, Layout, Parts, S, local_parts
 from autopar.mesh import LogicalMesh
 from autopar.outputs import loss_of
+from autopar.passes.cast import Cast
 from autopar.passes.check import check_layouts
 from autopar.passes.microbatch import Divided, Microbatch, divide, with_microbatches
 from autopar.passes.shard import Shard
@@ -62,6 +63,8 @@ class Staging:
     gather: bool = False
     """outputs="gather" or "shard": every output is differentiable."""
     kernels: str = "auto"
+    cast: Cast | None = None
+    """Reads stored parameters in another dtype; gradients of micro-batches are added up in the stored one."""
 
 
 def lower_stages(
@@ -171,7 +174,9 @@ class _Builder:
         return replace(program, graph=on_device(program.graph, self.staging.mesh.device))
 
     def cut(self, program: Program) -> Stages:
-        return Stage(self.stage_of, len(self.plan.stages)).run(program)
+        stages = Stage(self.stage_of, len(self.plan.stages)).run(program)
+        cast = self.staging.cast
+        return stages if cast is None else tuple(replace(s, program=cast.run(s.program)) for s in stages)
 
     def function(self, stage: StageProgram) -> Callable[..., Any]:
         key = (stage.index, str(stage.program.graph))
