@@ -118,6 +118,8 @@ def parallelize(
         batch_dims: `{input path: dim}` for inputs whose batch is not dim 0 of the first tensor input.
         strict: an op without a rule is an error instead of being kept whole.
         discover: try to find the rule of such an op by running it on small shards; the plan's notes say what was found.
+        backend: "aot" (forward and backward as explicit graphs, our passes and kernels), "inductor" (the same graphs
+            compiled by Inductor), "eager" (the rewritten program under autograd, op by op); "auto" is "aot".
         kernels: "auto": generated kernels on GPUs; "on": elsewhere, too, in Triton's interpreter, which is slow; "off".
         dump_dir: a folder for every stage's program.
     Returns: a `ParallelModule`; make the optimizer from its parameters.
