@@ -29,7 +29,8 @@ from autopar.runtime.moves import move, parse_placement
 def check_layouts(
     program: Program, analysis: Analysis, mesh: LogicalMesh, coordinate: tuple[int, ...], partial: int = 0
 ) -> None:
-    """Check the program of the rank at `coordinate`. partial: leading axes on which outputs may be left R or P."""
+    """Check the program of the rank at `coordinate`. partial: leading axes (micro-batches) on which outputs
+    may be left R or P, and any factor may be cut, however unevenly."""
     by_op = {record(op.node).op: op for op in analysis.ops.values()}
     for node in program.graph.nodes:
         known = record(node)
@@ -44,7 +45,7 @@ def check_layouts(
         if node.target is move:
             _check_move(node, known, mesh)
         elif node.op == "call_function" and known.op in by_op:
-            _check_op(node, by_op[known.op], analysis, mesh)
+            _check_op(node, by_op[known.op], analysis, mesh, partial)
     for i, result in enumerate(pytree.tree_leaves(program.output.args[0])):
         if isinstance(result, Node):
             layout = (record(result).layout or ())[partial:]
@@ -77,7 +78,7 @@ def _check_move(node: Node, known: Record, mesh: LogicalMesh) -> None:
         )
 
 
-def _check_op(node: Node, op: Op, analysis: Analysis, mesh: LogicalMesh) -> None:
+def _check_op(node: Node, op: Op, analysis: Analysis, mesh: LogicalMesh, partial: int) -> None:
     """On each axis some option of the rule explains how the inputs and this output lie."""
     reads = _reads(node, op)
     if reads is None:
@@ -87,7 +88,8 @@ def _check_op(node: Node, op: Op, analysis: Analysis, mesh: LogicalMesh) -> None
     assert layout is not None
     for axis in range(len(mesh.axes)):
         found = False
-        for option in axis_options(op.rule, op.factors, mesh.axes[axis].size):
+        offered = axis_options(op.rule, op.factors, mesh.axes[axis].size)
+        for option in dict.fromkeys([*offered, *(op.by_name if axis < partial else ())]):
             ins, results = placements(op.rule, op.by_name, option)
             same_ins = all(
                 _same(p.kind, p.part, have[axis], g) for p, have, g in zip(ins, reads, op.in_grads, strict=True)

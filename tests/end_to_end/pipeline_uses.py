@@ -1,0 +1,167 @@
+"""Run on each rank: what a training loop does with a pipeline beside plain steps; errors or facts by name."""
+
+import torch
+
+import autopar
+from tests.end_to_end.parity import _error as error
+from tests.end_to_end.parity import full
+from tests.end_to_end.pipeline_models import build, inputs
+
+PIN = {"pp": 2, "microbatches": 4}
+
+
+def uses(payload):
+    """On two ranks. Returns: {use: largest relative error, or a line of text}."""
+    args, _ = inputs("gpt")
+    single = build("gpt")
+    m = autopar.parallelize(build("gpt"), "2", example_args=args, pin=PIN)
+    return {
+        "scaled": _scaled(m, single, args),
+        "another batch": _another(m, single),
+        "eval": _eval(m, single, args),
+        "sharded batch": _sharded(m, single, args),
+        "loaded": _loaded(m, single),
+        "twice": _twice(m, args),
+        "input gradient": _input_gradient(),
+        "another output": _another_output(),
+        "dropout": _dropout(),
+        "handed over": _handed_over(m, args),
+    }
+
+
+def _compare(m, single):
+    reference = {n: p.grad for n, p in single.named_parameters()}
+    largest = max(g.abs().max() for g in reference.values())
+    found = max(error(full(p.grad), reference[n], 1e-6 * largest) for n, p in m.named_parameters())
+    m.zero_grad()
+    single.zero_grad()
+    return found
+
+
+def _scaled(m, single, args):
+    """Loss scaling: seeded with the last gradient, rescaled by the new one; and a step whose scale is infinite."""
+    worst = 0.0
+    for scale in (1024.0, 1024.0, 512.0, float("inf"), 3.0):
+        (m(*args) * scale).backward()
+        if scale == float("inf"):
+            m.zero_grad()
+            continue
+        (single(*args) * scale).backward()
+        worst = max(worst, _compare(m, single))
+    return worst
+
+
+def _another(m, single):
+    """The last batch of an epoch is smaller, and does not divide evenly."""
+    args, _ = inputs("gpt", batch=7, seed=5)
+    m(*args).backward()
+    single(*args).backward()
+    return _compare(m, single)
+
+
+def _eval(m, single, args):
+    m.eval()
+    single.eval()
+    loss, expected = m(*args), single(*args)
+    m.train()
+    single.train()
+    return "differentiable" if loss.requires_grad else abs(float(loss) - float(expected)) / float(expected)
+
+
+def _sharded(m, single, args):
+    m(*m.shard(args)).backward()
+    single(*args).backward()
+    return _compare(m, single)
+
+
+def _loaded(m, single):
+    """A single-device state goes in, and comes out."""
+    state = {n: v + 0.5 for n, v in single.state_dict().items()}
+    m.load_state_dict(state)
+    found = m.full_state_dict()
+    m.load_state_dict(single.state_dict())
+    return max(error(found[n], v, 1e-6) for n, v in state.items()) if found.keys() == state.keys() else "names"
+
+
+def _twice(m, args):
+    loss = m(*args)
+    loss.backward(retain_graph=True)
+    try:
+        loss.backward()
+    except autopar.AutoparError as problem:
+        return str(problem)
+    finally:
+        m.zero_grad()
+    return "went through"
+
+
+def _input_gradient():
+    args, kwargs = inputs("mixed")
+    x = args[0].clone().requires_grad_()
+    y = args[0].clone().requires_grad_()
+    pin = {"pp": 2, "microbatches": 3}
+    m = autopar.parallelize(build("mixed"), "2", example_args=(x, args[1]), example_kwargs=kwargs, pin=pin)
+    m(x, args[1], **kwargs)["loss"].backward()
+    build("mixed")(y, args[1], **kwargs)["loss"].backward()
+    return error(x.grad, y.grad, 1e-6)
+
+
+def _another_output():
+    args, kwargs = inputs("mixed")
+    m = autopar.parallelize(build("mixed"), "2", example_args=args, example_kwargs=kwargs, pin=PIN)
+    out = m(*args, **kwargs)
+    try:
+        full_sum = out["states"].sum()
+        (full_sum.full_tensor() if hasattr(full_sum, "full_tensor") else full_sum).backward()
+    except (autopar.AutoparError, RuntimeError) as problem:
+        return str(problem)
+    return "went through"
+
+
+class _Dropping(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.nn.functional.dropout(torch.tanh(layer(x)), 0.3, self.training)
+        return x.square().mean()
+
+
+def _dropout():
+    torch.manual_seed(0)
+    model = _Dropping().double()
+    x = torch.randn(8, 16, dtype=torch.float64)
+    report = autopar.verify(model, "2", example_args=(x,), pin={"pp": 2, "microbatches": 3}, steps=2)
+    return 0.0 if report.equal else str(report)
+
+
+def _handed_over(m, args):
+    """Gradients are taken over, not copied."""
+    loss = m(*args)
+    call = loss.grad_fn.call
+    pointers = {leaf.grad.data_ptr() for leaf in call.leaves.values() if leaf.grad is not None}
+    loss.backward()
+    taken = [p.grad.to_local().data_ptr() in pointers for p in m.parameters()]
+    m.zero_grad()
+    return f"{sum(taken)} of {len(taken)}"
+
+
+def save_and_load(payload):
+    """A checkpoint of torch's own kind from a pipeline into another layout. payload: {"path"}."""
+    import torch.distributed.checkpoint as dcp
+
+    args, _ = inputs("gpt-tied")
+    one = autopar.parallelize(build("gpt-tied"), "2", example_args=args, pin=PIN)
+    two = autopar.parallelize(build("gpt-tied"), "2", example_args=args, pin={"dp": 2, "zero": 3})
+    with torch.no_grad():
+        for p in one.parameters():
+            p.add_(1.0)
+    wanted = one.full_state_dict()
+    dcp.save({"model": one.state_dict()}, checkpoint_id=payload["path"])
+    state = {"model": two.state_dict()}
+    dcp.load(state, checkpoint_id=payload["path"])
+    two.load_state_dict(state["model"])
+    found = two.full_state_dict()
+    return max(error(found[n], v, 1e-6) for n, v in wanted.items()) if found.keys() == wanted.keys() else "names"
