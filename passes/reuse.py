@@ -81,11 +81,13 @@ def _read(node: Node) -> list[Node]:
 
 def _owner(node: Node, owner: dict[Node, Node | None]) -> Node | None:
     """The node whose memory this value lies in; None where that is not known, or not ours to write to."""
+    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if node.target is operator.getitem and source is not None and is_view(source):
+        return owner.get(source)  # a part of a split
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None  # handed in, or an item of a tuple
     if is_view(node) or node.target in MAY_SHARE:
-        source = node.args[0]
-        return owner.get(source) if isinstance(source, Node) else None
+        return owner.get(source) if source is not None else None
     aliased = any(r.alias_info is not None for r in node.target._schema.returns)
     known = node.target.namespace in ("aten", "_c10d_functional")
     return node if known and not aliased and isinstance(node.meta.get("val"), torch.Tensor) else None

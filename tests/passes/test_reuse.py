@@ -64,6 +64,7 @@ def test_a_copy_that_is_handed_out_stays():
         lambda x, w: x[0].sin() + w,  # grows
         lambda x, w: x.sin().to(torch.int32) + w,  # another dtype
         lambda x, w: (y := x.split(1, 0), y[0] + 1, y[1])[1:],  # an item of a tuple
+        lambda x, w: (y := x.sin(), parts := y.split(1, 0), y + 1, parts[1].cos())[2:],  # a part is read later
     ],
 )
 def test_refuses(fn):
@@ -112,7 +113,7 @@ def test_what_is_being_sent_is_not_written(tmp_path):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=12),
     st.integers(0, 3),
 )
 def test_any_chain_gives_the_same_numbers(steps, outputs):
@@ -123,6 +124,8 @@ def test_any_chain_gives_the_same_numbers(steps, outputs):
         lambda a, b: a.t(),
         lambda a, b: a.clone(),
         lambda a, b: a.sin(),
+        lambda a, b: torch.cat(a.split(1, 0)[::-1]),
+        lambda a, b: a.split([1, 2], 0)[1].sum(0) + b,
     )
 
     def fn(x, w):
