@@ -146,13 +146,15 @@ def glu(call: Call) -> Rule:
 
 
 def view_as_real(call: Call) -> Rule:
+    """Filled: torch refuses the gradient of no elements where it does not lie as it wants."""
     dims, sizes = letters(call.in_shapes[0])
-    return Rule((tuple(dims),), ((*dims, ()),), sizes, linear=FIRST, view=True)
+    return Rule((tuple(dims),), ((*dims, ()),), sizes, linear=FIRST, filled=frozenset(sizes), view=True)
 
 
 def view_as_complex(call: Call) -> Rule:
+    """Filled, as view_as_real."""
     dims, sizes = letters(call.out_shapes[0])
-    return Rule(((*dims, ()),), (tuple(dims),), sizes, linear=FIRST, view=True)
+    return Rule(((*dims, ()),), (tuple(dims),), sizes, linear=FIRST, filled=frozenset(sizes), view=True)
 
 
 def isin(call: Call) -> Rule | None:

@@ -203,3 +203,20 @@ def test_saved_values_are_freed_as_the_backward_goes():
     (out,) = boxed(torch.fx.GraphModule({}, graph))(values)
     assert out.tolist() == [-1, -1]
     assert values == []
+
+
+def test_a_result_that_lies_otherwise_than_traced_can_still_be_viewed():
+    """The backward of elu keeps its gradient's strides when run, and its input's when traced."""
+
+    def heads(x, w):
+        with block("layers.0"):
+            q = F.elu((x @ w.t()).view(1, ROWS, 2, 2).transpose(1, 2))
+            return q.contiguous().square().sum()
+
+    torch.manual_seed(0)
+    x = torch.randn(1, ROWS, WIDTH, dtype=torch.float64)
+    w = torch.randn(WIDTH, WIDTH, dtype=torch.float64).requires_grad_()
+    (expected,) = torch.autograd.grad(heads(x, w), w)
+    loss, grads, _ = lowered(heads, "none", x, w)
+    torch.testing.assert_close(loss, heads(x, w).detach())
+    torch.testing.assert_close(grads[0], expected)
