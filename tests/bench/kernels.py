@@ -112,8 +112,8 @@ def widest_load(ptx: str) -> int:
     return max((int(n or 1) * int(bits) // 8 for n, bits in loads), default=0)
 
 
-def lowered(name: str, dtype: torch.dtype, batch: int, seq: int, device: str = "cpu") -> Any:
-    """Graphs of two layers of a model at its real width; nothing is computed."""
+def lowered(name: str, dtype: torch.dtype, batch: int, seq: int, device: str = "cpu", freeze: str = "") -> Any:
+    """Graphs of two layers of a model at its real width; nothing is computed. freeze: parameters of such a name."""
     with FakeTensorMode():
         model: nn.Module
         if name == "gpt2-medium":
@@ -122,6 +122,8 @@ def lowered(name: str, dtype: torch.dtype, batch: int, seq: int, device: str = "
         else:
             sizes = {"vocab": 128256, "layers": 2, "heads": 32, "kv_heads": 8, "width": 2048, "ff_width": 8192}
             model = Llama(LlamaConfig(context=seq, **sizes), dtype=dtype, device=device)
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(not freeze or freeze not in path)
         ids = torch.zeros(batch, seq, dtype=torch.int64, device=device)
         return lower_model(model, (ids, ids))
 

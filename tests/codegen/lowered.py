@@ -34,7 +34,7 @@ def tokens(batch: int, seq: int) -> tuple[Tensor, Tensor]:
 def lower_model(model: nn.Module, inputs: tuple[Tensor, ...], recompute: str = "none") -> Graphs:
     """The graphs of a model that returns its loss."""
     names = [n for n, _ in model.named_parameters()]
-    values = [p.detach().requires_grad_() for p in model.parameters()]
+    values = [p.detach().requires_grad_(p.requires_grad) for p in model.parameters()]
 
     def run(*flat: Tensor) -> Any:
         return functional_call(model, dict(zip(names, flat, strict=False)), flat[len(names) :])
