@@ -141,13 +141,15 @@ def _predicted(plan: Plan, seconds: Sequence[float], peak: Sequence[float], sche
     """The inner plan's figures for a pipeline whose step is simulated; seconds: of a whole batch by stage."""
     old = dict(plan.predicted)
     ranks = schedule.ranks
-    rank_s = max(sum(seconds[s] for s in schedule.held(r)) for r in range(ranks))
     total = sum(seconds) or 1.0
+    seconds = [s * old["step_time_s"] / total for s in seconds]  # moves between ops are shared out like the ops
+    rank_s = max(sum(seconds[s] for s in schedule.held(r)) for r in range(ranks))
     third = np.array(seconds) / schedule.microbatches / 3  # forward, and the two halves of the backward
     times = StageTimes(forward_s=third, input_grad_s=third, weight_grad_s=third)
     step = float(simulate(schedule, times).step_time_s)
     ratio = old["step_time_s"] / step if step else 1.0
-    parts = {k: v * rank_s / total for k, v in old["breakdown_s"].items()}
+    share = rank_s / old["step_time_s"] if old["step_time_s"] else 1.0
+    parts = {k: v * share for k, v in old["breakdown_s"].items()}
     return {
         **old,
         "step_time_s": step,

@@ -69,6 +69,7 @@ def test_a_plan_says_its_stages() -> None:
     assert (plan.microbatches, plan.schedule, plan.virtual_stages) == (4, "1f1b", 1)
     assert plan.axes[-1]["role"] == "pp"
     assert len(plan.predicted["peak_memory_bytes"]) == 2
+    assert sum(plan.predicted["breakdown_s"].values()) == pytest.approx(plan.predicted["step_time_s"])
     assert autopar.Plan.from_dict(plan.to_dict()).digest == plan.digest
 
 
