@@ -1,4 +1,4 @@
-"""The command line: `autopar plan|show|simulate|verify|dump|demo|models|validate|calibrate`.
+"""The command line: `autopar plan|show|simulate|verify|dump|export|demo|models|validate|calibrate`.
 
 Enters: arguments. Leaves: a table, or with --json one JSON document and nothing else, on standard output; exit status
 0 done, 1 an error of ours or a comparison that failed (one line on standard error, a traceback only with --debug),
