@@ -239,7 +239,7 @@ class Microbatch:
         for node in program.graph.nodes:
             assert not (node.target is max_over and node.args[1] == AXIS), f"{node.name}: a maximum over micro-batches"
             if node.target is move and node.args[1] == AXIS:
-                source = values[node.args[0]]  # type: ignore[index]
+                source = values[node.args[0]]
                 values[node] = self.moved(graph, node, source)
                 if values[node] is not source:
                     values[node].meta = dict(node.meta)

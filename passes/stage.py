@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -148,7 +149,8 @@ class _Cutter:
         for node in self.nodes:
             if node.op == "call_function" and node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in (*sent, *given)))
+        results: list[Any] = [*sent, *given]
+        graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in results))
         graph.lint()
         outside = tuple(Source(copies[n].name, "received", n.name, trainable=n in self.grads) for n in received)
         program = replace(

@@ -12,6 +12,7 @@ with a loss, and without gradients, only forwards run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -85,13 +86,16 @@ class Pipeline:
         call = _Call(self, held, paths, training)
         if not training:
             return self.wrapped(call.forward())
-        outputs = _Run.apply(call, anchor, *(held[k] for k in paths))
+        outputs = _Run.apply(call, anchor, *(held[k] for k in paths))  # type: ignore[no-untyped-call]  # torch's
         return self.wrapped(dict(zip(sorted(self.program.results), outputs, strict=True)))
 
     def reduced(self, path: str, value: torch.Tensor) -> torch.Tensor:
         """The value as the stages read it; the gradient of all micro-batches together is reduced once."""
         moves = self.program.reductions.get(path, ())
-        return _Reduce.apply(value, self.mesh, moves) if moves and value.requires_grad else value
+        if not moves or not value.requires_grad:
+            return value
+        reduced: torch.Tensor = _Reduce.apply(value, self.mesh, moves)  # type: ignore[no-untyped-call]  # torch's
+        return reduced
 
     def wrapped(self, results: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
         results = {i: self.wrap(self.program.results[i], value) for i, value in results.items()}
@@ -217,7 +221,8 @@ class _Call:
                 if owner != line.index
                 for op in (dist.isend, dist.irecv)
             ]
-            for work in self.step.guard(lambda ops=operations: dist.batch_isend_irecv(ops), f"{path}'s gradient"):
+            works = self.step.guard(functools.partial(dist.batch_isend_irecv, operations), f"{path}'s gradient")
+            for work in works:
                 self.step.wait(work, f"the gradient of {path} on the other ranks that hold it")
             total = parts[owners[0]]  # in one order on all owners: the copies of the parameter stay equal
             for owner in owners[1:]:

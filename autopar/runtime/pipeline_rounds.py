@@ -88,7 +88,8 @@ def _messages(
 
 def _rounds(schedule: Schedule, needs: Mapping[Action, Sequence[Action]]) -> dict[Action, int]:
     rows = [list(row) for row in schedule.rows]
-    at, done = [0] * len(rows), {}
+    at: list[int] = [0] * len(rows)
+    done: dict[Action, int] = {}
     clock = [0] * len(rows)
     left = sum(map(len, rows))
     while left:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class _StageNorm:
         return total.to(mine.dtype if grads else torch.get_default_dtype())
 
 
-_TORCHS: Any = clip_grad._get_total_norm  # type: ignore[attr-defined]
+_TORCHS: Callable[..., torch.Tensor] = clip_grad._get_total_norm
 _MODULES: list[_StageNorm] = []
 
 
@@ -89,7 +89,7 @@ def count_norms_over_stages(module: nn.Module, line: Line, owners: Mapping[str, 
     """From now on `clip_grad_norm_` of this module's gradients counts all stages."""
     _MODULES[:] = [m for m in _MODULES if m.module() is not None]
     _MODULES.append(_StageNorm(module, line, owners))
-    clip_grad._get_total_norm = _total_norm  # type: ignore[attr-defined]
+    clip_grad._get_total_norm = _total_norm
 
 
 def _total_norm(tensors: Any, norm_type: float = 2.0, *rest: Any, **more: Any) -> torch.Tensor:

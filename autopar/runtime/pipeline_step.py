@@ -140,7 +140,10 @@ class Step:
         if held.roots and wanted:
             splits = getattr(self.program.run[index, k], "splits", False)
             keep = bool(self.parameters(stage)) and not splits
-            with inputs_only() if splits else contextlib.nullcontext([]) as later:
+            deferred: contextlib.AbstractContextManager[list[Later]] = (
+                inputs_only() if splits else contextlib.nullcontext([])
+            )
+            with deferred as later:
                 grads = torch.autograd.grad(held.roots, wanted, held.seeds, retain_graph=keep, allow_unused=True)
             if splits:
                 held.later, held.roots, held.seeds = later, (), ()
@@ -172,10 +175,10 @@ class Step:
         for (value, readers), output in zip(stage.sends, held.outputs, strict=False):
             if value.grad:
                 for reader in readers:
-                    gradient = back[reader].pop(0)
+                    received = back[reader].pop(0)
                     if output.requires_grad:
                         roots.append(output)
-                        seeds.append(gradient)
+                        seeds.append(received)
         for sink, output in zip(stage.sinks, held.outputs[len(stage.sends) :], strict=True):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 gradient = self.seed(sink, k)
@@ -205,7 +208,8 @@ class Step:
     def exchange(self, messages: Sequence[Message]) -> None:
         """One batch of sends and receives."""
         assert self.line is not None or all(self.placement[m.source] == self.placement[m.target] for m in messages)
-        operations, places = [], []
+        operations: list[dist.P2POp] = []
+        places: list[tuple[Message | None, torch.Tensor]] = []
         for message in messages:
             source, target = self.placement[message.source], self.placement[message.target]
             if source == target or self.line is None:
@@ -228,11 +232,11 @@ class Step:
         works = self.guard(lambda: dist.batch_isend_irecv(operations), "a batch of messages")
         if len(works) != len(operations):  # one work for the whole batch (NCCL)
             works = [works[-1]] * len(operations)
-        for work, (message, tensor) in zip(works, places, strict=True):
-            if message is None:
+        for work, (expected, tensor) in zip(works, places, strict=True):
+            if expected is None:
                 self.sending.append((work, tensor))
             else:
-                self.pending.setdefault(message, []).append(work)
+                self.pending.setdefault(expected, []).append(work)
 
     def values(self, message: Message) -> Sequence[Value]:
         """What a message carries, in order; the same on both sides."""
