@@ -42,7 +42,7 @@ from autopar.codegen.kernel import (
     Store,
     merge_axes,
 )
-from autopar.codegen.views import At, argument, given, packet, shape_of, view_of, viewed
+from autopar.codegen.views import At, argument, base_of, given, packet, shape_of, view_of, viewed
 from autopar.program import record
 
 
@@ -133,14 +133,14 @@ class _Builder:
         for node in self.outputs:
             if packet(node) == "cat":
                 parts = given(node)[0]
-                inner = any(self.inside(u) for m in self.members for u in m.all_input_nodes if _base(u) is node)
+                inner = any(self.inside(u) for m in self.members for u in m.all_input_nodes if base_of(u) is node)
                 if len({shape_of(p) for p in parts if isinstance(p, Node)}) == 1 and not inner:
                     found.add(node)
         return found
 
     def inside(self, node: Node) -> bool:
         """Is this value made in the kernel?"""
-        return _base(node) in self.members
+        return base_of(node) in self.members
 
     def run(self) -> Built:
         row_axes, all_axes = range(self.rows), range(len(self.axes))
@@ -354,13 +354,6 @@ class _Builder:
         if self.width == 1:
             return arg
         return self.step(Reduce(how, arg), self.steps[arg].kind)
-
-
-def _base(node: Node) -> Node:
-    """What a view, or a view of a view, looks at in the end."""
-    while view_of(node) is not None:
-        node = viewed(node)
-    return node
 
 
 def _buffer(node: Node) -> Buffer:

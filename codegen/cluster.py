@@ -24,7 +24,7 @@ from autopar.codegen.build import Built, build
 from autopar.codegen.demand import Unfusable, known
 from autopar.codegen.index import NotLinear
 from autopar.codegen.tiles import TooWide, moved_bytes, partial_bytes, tile_of
-from autopar.codegen.views import packet, view_of, viewed
+from autopar.codegen.views import SPLITS, base_of, packet, view_of
 
 BUFFERS = 28
 """[derived] most buffers of one kernel: each takes two registers of address, and a launch takes time for each."""
@@ -39,13 +39,6 @@ class Group:
     built: Built
     bytes: int
     """Moved by the kernel, partial sums included."""
-
-
-def base_of(node: Node) -> Node:
-    """The node whose memory a view looks at."""
-    while view_of(node) is not None:
-        node = viewed(node)
-    return node
 
 
 def is_barrier(node: Node) -> bool:
@@ -72,7 +65,7 @@ class _Clusters:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.readers: dict[Node, set[Node]] = defaultdict(set)
         """Of each node that is no view: the nodes that read it, views passed through."""
-        units = [n for n in graph.nodes if view_of(n) is None and packet(n) not in _SPLITS]
+        units = [n for n in graph.nodes if view_of(n) is None and packet(n) not in SPLITS]
         for node in units:
             for base in map(base_of, node.all_input_nodes):
                 self.readers[base].add(node)
@@ -217,6 +210,3 @@ def _on_one_device(built: Built) -> bool:
 def _size_bytes(node: Node) -> int:
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-
-
-_SPLITS = frozenset({"split", "split_with_sizes", "unbind"})

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from autopar.codegen.formulas import FORMULAS, helpers_of, literal
-from autopar.codegen.index import Index
+from autopar.codegen.index import Index, dense_strides
 from autopar.codegen.kernel import (
-    KINDS,
     Apply,
     Bits,
     Condition,
@@ -126,7 +125,7 @@ class _Printer:
         yield ""
         for i, buffer in enumerate(kernel.buffers):
             name = f"x{i}" if i < kernel.inputs else f"y{i - kernel.inputs}"
-            dense = tuple(buffer.strides) == _dense(buffer.shape)
+            dense = tuple(buffer.strides) == dense_strides(buffer.shape)
             strides = "" if dense else f" with strides {list(buffer.strides)}"
             yield f"    {name}: {str(buffer.dtype).removeprefix('torch.')}{list(buffer.shape)}{strides}"
         yield '    """'
@@ -347,14 +346,3 @@ class _Printer:
 
 _TAKEN = frozenset({"row", "col", "i", "step", "tl", "triton", "tanh", "log1p", "expm1", "where", "abs", "not", "and"})
 """Names that a value may not have: it gets a number."""
-
-
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    found, step = [], 1
-    for size in reversed(shape):
-        found.append(step)
-        step *= size
-    return tuple(reversed(found))
-
-
-__all__ = ["KINDS", "Launch", "Printed", "print_kernel"]

@@ -141,3 +141,10 @@ def viewed(node: Node) -> Node:
     """The tensor that a view looks at: through a split's tuple."""
     source = _input(node)
     return _input(source) if node.target is operator.getitem else source
+
+
+def base_of(node: Node) -> Node:
+    """What a view, or a view of a view, looks at in the end."""
+    while view_of(node) is not None:
+        node = viewed(node)
+    return node

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.codegen.cluster import Group, base_of, clusters, is_barrier
+from autopar.codegen.cluster import Group, clusters, is_barrier
 from autopar.codegen.group import Code, FusedGroup
 from autopar.codegen.triton_text import print_kernel
-from autopar.codegen.views import view_of, viewed
+from autopar.codegen.views import base_of, view_of, viewed
 from autopar.program import record, set_record
 
 

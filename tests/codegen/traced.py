@@ -11,11 +11,11 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.codegen.build import build
-from autopar.codegen.cluster import Group, base_of
+from autopar.codegen.cluster import Group
 from autopar.codegen.demand import known
 from autopar.codegen.group import Code, FusedGroup
 from autopar.codegen.tiles import moved_bytes
-from autopar.codegen.views import SPLITS, packet, view_of
+from autopar.codegen.views import SPLITS, base_of, packet, view_of
 from autopar.passes.fuse import aten_graph, code_of
 
 
