@@ -2,8 +2,8 @@
 
 Enters: paths of `.csv` files in the normalised columns, or of `.yaml` files with `rows` of id, model, batch, hw, par
 and measured. Leaves: `Published` rows, and the rows left out with their reason.
-Refused, with a `PlanError` that names file, row and field: files of neither form, figures that are no numbers, rows
-that contradict themselves (degrees that do not multiply to the devices).
+Refused, with a `PlanError` that names file, row and field: files of neither form, figures that are no numbers. A row
+that contradicts itself (degrees that do not multiply to the devices) is left out, with the field as the reason.
 """
 
 from __future__ import annotations
@@ -108,8 +108,11 @@ def _read_csv(path: Path, found: Read) -> None:
             texts = ("id", "source", "precision", "device", "schedule", "recompute", "outcome", "group", "weight_class")
             figures |= {name: raw.get(name) or "" for name in (*texts, "note")}
             row = Published(family=raw.get("model_family") or "", **figures)
-            _check(row, where)
-            found.rows.append(row)
+            wrong = _contradiction(row)
+            if wrong:
+                found.skipped.append((row.id, row.source, wrong))
+            else:
+                found.rows.append(row)
 
 
 def _number(text: Any, kind: Callable[[float], Any], where: str, name: str) -> Any:
@@ -131,14 +134,14 @@ def _flag(text: Any, where: str, name: str) -> bool | None:
     return known[text]
 
 
-def _check(row: Published, where: str) -> None:
-    if row.nodes and row.devices_per_node and row.dp:
-        devices = row.nodes * row.devices_per_node
-        product = (row.tp or 1) * (row.pp or 1) * (row.cp or 1) * row.dp
-        if product != devices:
-            raise PlanError(
-                f"{where}: field 'dp' contradicts: tp x pp x cp x dp = {product}, nodes x devices_per_node = {devices}"
-            )
+def _contradiction(row: Published) -> str:
+    """What in a row contradicts itself, with the field; "" when nothing does."""
+    if not (row.nodes and row.devices_per_node and row.dp):
+        return ""
+    devices, product = row.nodes * row.devices_per_node, (row.tp or 1) * (row.pp or 1) * (row.cp or 1) * row.dp
+    if product == devices:
+        return ""
+    return f"field 'dp' contradicts: tp x pp x cp x dp = {product}, nodes x devices_per_node = {devices}"
 
 
 def _read_yaml(path: Path, found: Read) -> None:
@@ -191,7 +194,7 @@ def _from_sections(raw: Mapping[str, Any], name: str, source: str, where: str) -
     if not devices:
         return "device count not stated"
     per_node = min(per_node, devices)
-    if not par.keys() & {"tp", "pp", "dp"}:
+    if not ({"tp", "pp"} <= par.keys() or ("dp" in par and "pp" not in par)):
         return "layout not stated"
     tp, pp, cp = (get(par, degree, int) or 1 for degree in ("tp", "pp", "cp"))
     if devices % (tp * pp * cp):

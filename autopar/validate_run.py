@@ -64,6 +64,8 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
     """The configuration of a row and what was assumed, or the reason why there is none."""
     if row.family == "conv":
         return "convolutional network: its sizes are not a transformer's"
+    if row.family.startswith("moe") and not re.search(r"experts=\d+ top_k=\d+", row.note):
+        return "experts not stated"
     missing = [name for name in ("layers", "hidden", "seq_len", "global_seqs", "dp", "nodes") if not getattr(row, name)]
     if missing:
         return f"{missing[0]} not stated"
@@ -93,7 +95,7 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
     chunks = pp * virtual if schedule in ("interleaved-1f1b", "zb-v") else pp
     # Where the layers alone do not divide, the embedding and the head count as one each.
     uneven = model.layers % chunks != 0 and (model.layers + 2) % chunks == 0
-    short = "one layer short" in row.note or (uneven and virtual > 1)
+    short = "one layer short" in row.note or (uneven and pp > 1)
     whole = pp > 1 and model.layers + 2 * short >= chunks  # finer stages than layers: cut inside layers, evenly
     last = re.search(r"the last (\d+)", row.note)
     run = Run(
@@ -154,7 +156,7 @@ def _assume(assumed: list[str], name: str, value: T) -> T:
 def _model(row: Published, rows: Sequence[Published], assumed: list[str]) -> Transformer:
     hidden = row.hidden or 1
     heads = row.heads or _assume(assumed, "heads", _heads_like(row, rows))
-    gated = bool(row.gated_mlp)
+    gated = bool(row.gated_mlp if row.gated_mlp is not None else "llama" in row.family)
     mixture = re.search(r"experts=(\d+) top_k=(\d+)", row.note)
     group = re.search(r"group (\d+)", row.note)
     seq = row.seq_len or 1

@@ -160,7 +160,6 @@ def csv(tmp_path, **changes):
         ({"hidden": "2.5"}, "field 'hidden' is 2.5; it must be a whole number"),
         ({"step_time_s": "-1"}, "field 'step_time_s' is -1; it must be a number >= 0"),
         ({"sp": "maybe"}, "field 'sp' is 'maybe', neither 0 nor 1"),
-        ({"dp": "4"}, "field 'dp' contradicts: tp x pp x cp x dp = 4, nodes x devices_per_node = 8"),
     ],
 )
 def test_wrong_figures_name_file_row_and_field(tmp_path, changes, message):
@@ -173,6 +172,9 @@ def test_wrong_figures_name_file_row_and_field(tmp_path, changes, message):
     [
         ({"device": "h300"}, "device: unknown device 'h300'"),
         ({"layers": ""}, "layers not stated"),
+        ({"dp": "4"}, "field 'dp' contradicts: tp x pp x cp x dp = 4, nodes x devices_per_node = 8"),
+        ({"model_family": "moe"}, "experts not stated"),
+        ({"precision": "fp8"}, "precision fp8 has no profile"),
         ({"schedule": "sideways", "pp": "2", "dp": "4"}, "schedule 'sideways' is none of"),
     ],
 )
