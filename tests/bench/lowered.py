@@ -1,6 +1,6 @@
 """The full product of what lowered training composes, as a table: errors, bytes by role, what is saved.
 
-usage: python tests/bench/lowered.py [--world 2] > table.md
+usage: python tests/bench/lowered.py [--world 2] [--pairwise] > table.md
 ZeRO 0-3 x recompute none, selective, full x accumulation 1, 2 x the model's own float64, bf16 with fp32 master weights;
 a small GPT, three steps of AdamW, against one device in float64 (for bf16 beside it one device in bf16).
 """
@@ -29,12 +29,14 @@ def row(case: dict[str, Any]) -> str:
 
 def main() -> None:
     from autopar.runtime.launch import CAPTURE, run_ranks_local
-    from tests.end_to_end.lowered import PRODUCT
+    from tests.end_to_end.lowered import PRODUCT, pairwise
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--world", type=int, default=2)
-    world = parser.parse_args().world
-    payload = {"mesh": str(world), "cases": PRODUCT}
+    parser.add_argument("--pairwise", action="store_true", help="the few in which any two values meet")
+    options = parser.parse_args()
+    world, cases = options.world, pairwise() if options.pairwise else PRODUCT
+    payload = {"mesh": str(world), "cases": cases}
     preload = (*CAPTURE, "functorch.compile")
     found = run_ranks_local("tests.end_to_end.lowered:run_cases", world, payload, 3000, preload=preload)[0]
     print(
