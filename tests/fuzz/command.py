@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--pairs", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--worlds", default="2,3,4", help="numbers of ranks to draw from (2, 3, 4, 6, 8)")
+    parser.add_argument("--worlds", default="2,3,4,8", help="numbers of ranks to draw from (2, 3, 4, 6, 8, 12)")
     parser.add_argument("--plans", type=int, default=20, help="plans for each model")
     parser.add_argument("--model", type=int, help="only this model")
     parser.add_argument("--jobs", type=int, default=1, help="processes")

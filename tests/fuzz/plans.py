@@ -24,7 +24,8 @@ MESHES: dict[int, tuple[tuple[str, tuple[tuple[int, ...], ...] | None], ...]] = 
     3: (("3", None),),
     4: (("4", None), ("4", ((2, 2),)), ("2x2", None)),
     6: (("6", ((2, 3),)), ("6", ((3, 2),)), ("6", None)),
-    8: (("8", ((2, 2, 2),)), ("2x4", None), ("2x2x2", None)),
+    8: (("8", ((2, 2, 2),)), ("2x4", None), ("2x2x2", None), ("2x4", ((2, 2), (2,)))),
+    12: (("12", ((2, 3, 2),)), ("3x4", ((2, 2), (3,))), ("2x3x2", None)),
 }
 """By number of ranks: topologies and how their levels divide into axes."""
 
