@@ -157,7 +157,7 @@ def _predicted(plan: Plan, seconds: Sequence[float], peak: Sequence[float], sche
         "tflops_per_device": old["tflops_per_device"] * ratio / ranks,
         "mfu": old["mfu"] * ratio / ranks,
         "peak_memory_bytes": list(peak),
-        "breakdown_s": {**parts, "bubble": step - rank_s},
+        "breakdown_s": {**parts, "bubble": max(0.0, step - rank_s)},
     }
 
 
