@@ -12,7 +12,6 @@ CASES = [
     ["policy", {"dp": 2, "zero": 1}, "aot"],
     ["reduced in bf16", {"dp": 2, "zero": 0}, "aot"],
     ["output", {"tp": 2}, "eager"],
-    ["policy", {"dp": 2, "zero": 0, "microbatches": 2}, "eager"],
 ]
 
 
