@@ -3,8 +3,6 @@
 Enters: arguments. Leaves: a table, or with --json one JSON document and nothing else, on standard output; exit status
 0 done, 1 an error of ours or a comparison that failed (one line on standard error, a traceback only with --debug),
 2 bad usage. Refused: unknown commands, options, models and malformed pins, as bad usage.
-
-torch is imported by the commands that need it, so that --help answers at once.
 """
 
 from __future__ import annotations

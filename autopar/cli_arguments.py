@@ -2,7 +2,6 @@
 
 Enters: strings. Leaves: a namespace with pins as a dict and `run`, the command's function.
 Refused: malformed meshes, pins and numbers, with argparse's own line and exit status 2.
-Imports no torch, so that --help answers at once.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ def test_two_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("cases", [TRAIN, EVAL, HALF], ids=["train", "eval", "bfloat16"])
 def test_all_on_two_ranks(cases):
@@ -100,6 +101,7 @@ def test_all_on_two_ranks(cases):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_data_and_tensor_parallel_on_four_ranks():
     check_all(FOUR, 4, 3500)

@@ -62,6 +62,7 @@ def test_pairwise_on_four_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_full_product_on_two_ranks():
     for found in run("2", 2, PRODUCT, 1700):

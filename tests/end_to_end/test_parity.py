@@ -119,6 +119,7 @@ def test_every_plan_on_two_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_every_plan_on_four_ranks():
     check_all(EVERY_FOUR, 4, 3500)

@@ -81,12 +81,14 @@ def test_four_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_every_schedule_on_two_ranks():
     check_all(EVERY_TWO, 2, 3500)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_every_inside_on_four_ranks():
     check_all(EVERY_FOUR, 4, 3500)

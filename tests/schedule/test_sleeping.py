@@ -41,6 +41,7 @@ def simulated(case: tuple[str, int, int], ranks: int, found: Sequence[Mapping[st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bubbles_are_as_simulated(ranks: int) -> None:
