@@ -149,7 +149,11 @@ def simulate_plan(plan: Plan) -> Simulated:
     peaks = np.broadcast_to(np.asarray(plan.predicted["peak_memory_bytes"] or [0.0], dtype=np.float64), (stages,))
     held = check(schedule).in_flight_by_stage if plan.model["training"] else [1] * schedule.stages
     most = np.array(held[:stages], dtype=np.float64)
-    activation = np.minimum(_total(memory.get("activations", 0.0)) * share / m, peaks / np.maximum(most, 1))
+    saved = memory.get("activations", 0.0)
+    if isinstance(saved, (tuple, list)) and len(saved) == stages:  # what each stage holds
+        activation = np.array(saved) / np.maximum(most, 1)
+    else:  # of a whole batch and all stages
+        activation = np.minimum(_total(saved) * share / m, peaks / np.maximum(most, 1))
     if not plan.model["training"]:
         activation[:] = 0.0
     return Simulated(plan, timeline, forward_s, input_grad_s, weight_grad_s, activation, peaks - activation * most)

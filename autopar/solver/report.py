@@ -63,7 +63,7 @@ def make_plan(
         model=describe(analysis.program, analysis),
         mesh={"shape": list(mesh.topology.shape), "device": mesh.topology.device},
         degrees=effective.to_dict(),
-        axes=tuple(_axis_entry(a, built) for a in mesh.axes),
+        axes=tuple(axis_entry(a, built) for a in mesh.axes),
         zero=zero_level(decisions, analysis, settings.pins.zero),
         offload=settings.pins.given.get("offload", "none"),
         recompute={c.name: found.recompute if len(c.blocks) > 1 else "none" for c in analysis.program.classes},
@@ -83,7 +83,8 @@ def make_plan(
     )  # fmt: skip
 
 
-def _axis_entry(axis: Axis, built: Built) -> dict[str, Any]:
+def axis_entry(axis: Axis, built: Built) -> dict[str, Any]:
+    """An axis in the plan, with the slowest link that it crosses."""
     link = built.profile.link(axis.spans[-1][0]).name if axis.spans else "none"
     return {"name": axis.name, "size": axis.size, "link": link, "role": axis.role}
 

@@ -34,6 +34,7 @@ from autopar.schedule.build import KINDS, build
 from autopar.schedule.check import check
 from autopar.schedule.table import Schedule
 from autopar.solver.decide import decide
+from autopar.solver.report import axis_entry
 from autopar.solver.search import Found
 from autopar.solver.settings import Settings
 
@@ -87,22 +88,27 @@ def pipeline_plan(
     mesh = with_pipeline(found.mesh, topology, ranks)
     stages, at = [], 0
     seconds = []
-    peak = [0.0] * schedule.stages
+    states, activations = [], []
     for s, size in enumerate(sizes):
         inside = cells[at : at + size]
         seconds.append(sum(c.time_s for c in inside))
-        states = sum(c.state_bytes for c in inside)
-        peak[s] = states + sum(c.activation_bytes for c in inside) * min(1.0, held[s] / microbatches)
+        states.append(sum(c.state_bytes for c in inside))
+        activations.append(sum(c.activation_bytes for c in inside) * min(1.0, held[s] / microbatches))
         devices = [r for r in range(mesh.size) if mesh.coordinate(r)[-1] == schedule.placement[s]]
         stages.append({"blocks": [c.name for c in inside], "devices": devices})
         at += size
-    predicted = _predicted(plan, seconds, peak, schedule)
-    return _with_stages(plan, mesh, stages, name, microbatches, virtual, predicted, settings)
+    predicted = _predicted(plan, seconds, schedule) | {
+        "peak_memory_bytes": [a + b for a, b in zip(states, activations, strict=True)],
+        "memory": {"parameters_gradients_optimizer": states, "activations": activations},
+    }
+    axis = axis_entry(mesh.axes[-1], found.built)
+    return _with_stages(plan, mesh, axis, stages, name, microbatches, virtual, predicted, settings)
 
 
 def _with_stages(
     plan: Plan,
     mesh: LogicalMesh,
+    axis: Mapping[str, Any],
     stages: Sequence[Mapping[str, Any]],
     name: str,
     microbatches: int,
@@ -121,7 +127,6 @@ def _with_stages(
         }
         for op, entry in plan.ops.items()
     }
-    axis = {"name": "pp", "size": ranks, "link": plan.axes[-1]["link"] if plan.axes else "none", "role": "pp"}
     return replace(
         plan,
         mesh={"shape": list(topology.shape), "device": topology.device},
@@ -137,7 +142,7 @@ def _with_stages(
     )
 
 
-def _predicted(plan: Plan, seconds: Sequence[float], peak: Sequence[float], schedule: Schedule) -> dict[str, Any]:
+def _predicted(plan: Plan, seconds: Sequence[float], schedule: Schedule) -> dict[str, Any]:
     """The inner plan's figures for a pipeline whose step is simulated; seconds: of a whole batch by stage."""
     old = dict(plan.predicted)
     ranks = schedule.ranks
@@ -156,7 +161,6 @@ def _predicted(plan: Plan, seconds: Sequence[float], peak: Sequence[float], sche
         "tokens_per_s": old["tokens_per_s"] * ratio,
         "tflops_per_device": old["tflops_per_device"] * ratio / ranks,
         "mfu": old["mfu"] * ratio / ranks,
-        "peak_memory_bytes": list(peak),
         "breakdown_s": {**parts, "bubble": max(0.0, step - rank_s)},
     }
 

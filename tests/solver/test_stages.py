@@ -69,8 +69,16 @@ def test_a_plan_says_its_stages() -> None:
     assert (plan.microbatches, plan.schedule, plan.virtual_stages) == (4, "1f1b", 1)
     assert plan.axes[-1]["role"] == "pp"
     assert len(plan.predicted["peak_memory_bytes"]) == 2
+    by_stage = plan.predicted["memory"]
+    assert [sum(stage) for stage in zip(*by_stage.values(), strict=True)] == list(plan.predicted["peak_memory_bytes"])
     assert sum(plan.predicted["breakdown_s"].values()) == pytest.approx(plan.predicted["step_time_s"])
     assert autopar.Plan.from_dict(plan.to_dict()).digest == plan.digest
+
+
+def test_a_pipeline_across_nodes_says_its_slowest_link() -> None:
+    mesh = autopar.Mesh("2x2", device="h100-sxm")
+    plan = autopar.plan(gpt(4), mesh, pin={"pp": 2, "tp": 2})
+    assert [axis["link"] for axis in plan.axes] == ["nvlink4", "infiniband-ndr"]
 
 
 def test_micro_batches_are_chosen_to_divide_the_batch() -> None:
