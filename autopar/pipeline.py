@@ -44,6 +44,8 @@ from autopar.solver.settings import Settings
 from autopar.solver.sinks import sink_values
 from autopar.solver.stages import pipeline_plan
 
+UNLIMITED_BYTES = 2**60
+
 Progress = Callable[[str], None]
 """Told the name of each stage as it begins."""
 
@@ -139,11 +141,13 @@ def choose(
 
 
 def carry_out(prepared: Prepared, plan: Plan, profile: Profile, settings: Settings) -> tuple[Found, Decisions]:
-    """A plan's decisions for this capture; ops that the plan does not name are chosen around the others."""
+    """A plan's decisions for this capture; ops that the plan does not name are chosen around the others.
+
+    Whether they fit the memory was asked when the plan was made: another batch is not refused by a prediction.
+    """
     mesh, inner = mesh_of(plan), settings.inside_stage(plan.degrees["pp"])
-    found = on_axes(
-        prepared.analysis, mesh, profile, replace(inner, fixed=fixed_of(plan, prepared.analysis)), prepared.sinks
-    )
+    kept = replace(inner, fixed=fixed_of(plan, prepared.analysis), memory_bytes=UNLIMITED_BYTES)
+    found = on_axes(prepared.analysis, mesh, profile, kept, prepared.sinks)
     return found, decide(found.built, found.solution.options, prepared.sinks)
 
 
