@@ -67,7 +67,7 @@ def sent(m):
                     name = str(node.target)
                     if name.startswith("_c10d_functional.") and "wait" not in name:
                         value = node.meta["val"]
-                        count = counts.setdefault(f"{part} {name.split('.')[1]}", [0, 0])
+                        count = counts.setdefault(f"{part} {name.split('.')[1].removesuffix('_')}", [0, 0])
                         count[0] += value.numel() * (value.dtype == FP32)
                         count[1] += value.numel()
     return {key: wide / total for key, (wide, total) in counts.items()}
