@@ -87,10 +87,17 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], Any]], ver
     pins.add_argument("--pin", action=_AddPins, type=parse_pins, metavar="tp=8,pp=2", help=note)
 
     parser = argparse.ArgumentParser(
-        "autopar", description="Turn a single-GPU PyTorch model into a distributed program."
+        "autopar",
+        description="Turn a single-GPU PyTorch model into a distributed program.",
+        usage="autopar [-h] [--version] command ...",
     )
     parser.add_argument("--version", action="version", version=f"autopar {version}")
-    known = parser.add_subparsers(dest="command", required=True, metavar="command")
+    known = parser.add_subparsers(
+        dest="command",
+        required=True,
+        metavar="command ...",  # sets the column's width: argparse forgets that the commands stand further in
+        prog="autopar",
+    )
 
     def add(name: str, about: str, *parents: argparse.ArgumentParser) -> Callable[..., Any]:
         title = f"{about[0].upper()}{about[1:]}."
