@@ -11,6 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+TYPES = {"f32": "tl.float32", "f64": "tl.float64", "i32": "tl.int32", "i64": "tl.int64", "i1": "tl.int1"}
+_LEAST = {"f32": 'float("-inf")', "f64": 'float("-inf")', "i32": "-2147483648", "i64": "-9223372036854775808"}
+_MOST = {"f32": 'float("inf")', "f64": 'float("inf")', "i32": "2147483647", "i64": "9223372036854775807"}
+NEUTRAL: Mapping[str, Mapping[str, str]] = {"sum": dict.fromkeys(_LEAST, "0"), "max": _LEAST, "min": _MOST}
+"""What changes nothing, by the reduction and the kind."""
+
 FORMULAS: Mapping[str, str] = {
     "same": "{0}",
     "add": "{0} + {1}",

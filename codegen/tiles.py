@@ -1,13 +1,15 @@
 """How much of a kernel's loops one program takes: block sizes and warps, from an estimate of registers.
 
-Enters: a kernel. Leaves: a `Tile`. Refused (`TooWide`): rows that no program can hold at once.
+Enters: a kernel. Leaves: a `Tile`. Rows that no program can hold at once are swept (see `sweeps`). Refused (`TooWide`):
+such rows in a kernel that also sums over the rows; rows so few and so long that most of the device would be idle.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.codegen.kernel import Kernel, args_of
+from autopar.codegen.kernel import Kernel, Reduce, args_of
+from autopar.codegen.sweeps import read_again_bytes
 
 PROGRAMS = 128
 """[derived] row programs of a kernel that sums over rows: about one for each multiprocessor of an A100 or H100."""
@@ -18,18 +20,22 @@ FLAT_BLOCK = 1024
 REGISTERS = 104
 """[derived] 32-bit registers a thread that values may take: addresses and the assembler's own come on top."""
 WARPS = (4, 8, 16, 32)
+SWEPT_WARPS = 8
+FEW_ROWS, LONG_ROW = 32, 2**17
+"""[derived] rows longer than this, and fewer than this, are left to ATen: a program a row would use little of a GPU."""
 _FILE = 65536
 """[spec] 32-bit registers of a multiprocessor: CUDA C++ programming guide, compute capabilities 8.0 to 10.0."""
 
 
 class TooWide(Exception):
-    """The rows of a kernel do not fit the registers of one program."""
+    """No tile suits the rows of a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """rows, columns: of one step of one program, powers of 2 (flat kernels: 1 row). programs: along the rows.
-    rows_each: rows that one program passes. column_blocks: programs along the columns."""
+    rows_each: rows that one program passes. column_blocks: programs along the columns.
+    swept: a program loops over the columns of its row."""
 
     rows: int
     columns: int
@@ -37,6 +43,7 @@ class Tile:
     rows_each: int
     column_blocks: int
     warps: int
+    swept: bool = False
 
     @property
     def passes(self) -> int:
@@ -98,7 +105,18 @@ def tile_of(kernel: Kernel) -> Tile:
     for warps in WARPS:
         if _fits(live, rows * columns, warps):
             return _summed(kernel, rows, columns, warps)
-    raise TooWide(f"rows of {width} with {live} numbers an element do not fit the registers of a program")
+    return _swept(kernel, live)
+
+
+def _swept(kernel: Kernel, live: int) -> Tile:
+    height, width = kernel.row_count, kernel.column_count
+    if height < FEW_ROWS and width > LONG_ROW:
+        raise TooWide(f"{height} rows of {width} would keep {height} programs busy")
+    live += sum(isinstance(s.does, Reduce) for s in kernel.steps)
+    for each in (16, 8, 4):
+        if live * each <= REGISTERS:
+            return Tile(1, each * SWEPT_WARPS * 32, height, 1, 1, SWEPT_WARPS, swept=True)
+    raise TooWide(f"{live} numbers an element do not fit the registers of a program")
 
 
 def _fits(live: int, elements: int, warps: int) -> bool:
@@ -146,6 +164,8 @@ def _summed(kernel: Kernel, rows: int, columns: int, warps: int) -> Tile:
     return Tile(rows, columns, -(-height // each), each, blocks, warps)
 
 
-def partial_bytes(kernel: Kernel, tile: Tile) -> int:
-    """Bytes of partial sums, written and read once."""
+def extra_bytes(kernel: Kernel, tile: Tile) -> int:
+    """Bytes moved beyond the least: of partial sums, written and read once, and what later sweeps read again."""
+    if tile.swept:
+        return read_again_bytes(kernel)
     return 0 if tile.programs == 1 else 8 * kernel.column_count * tile.programs * len(kernel.sums)

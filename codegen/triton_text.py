@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.codegen.formulas import FORMULAS, helpers_of, literal
+from autopar.codegen.formulas import FORMULAS, NEUTRAL, TYPES, helpers_of, literal
 from autopar.codegen.index import Index, dense_strides
 from autopar.codegen.kernel import (
     Apply,
@@ -30,14 +30,12 @@ from autopar.codegen.kernel import (
     Position,
     Reduce,
     Step,
+    Store,
     args_of,
     indices,
 )
+from autopar.codegen.swept_text import swept_body
 from autopar.codegen.tiles import Tile, power_of_2, tile_of
-
-TYPES = {"f32": "tl.float32", "f64": "tl.float64", "i32": "tl.int32", "i64": "tl.int64", "i1": "tl.int1"}
-_LEAST = {"f32": 'float("-inf")', "f64": 'float("-inf")', "i32": "-2147483648", "i64": "-9223372036854775808"}
-_MOST = {"f32": 'float("inf")', "f64": 'float("inf")', "i32": "2147483647", "i64": "9223372036854775807"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class _Printer:
         self.used: dict[str, int] = {}
         tile = self.tile
         self.masks_rows = kernel.row_count != tile.programs * tile.rows_each
-        self.masks_columns = kernel.column_count != tile.column_blocks * tile.columns
+        self.masks_columns = kernel.column_count % tile.columns != 0
         reach = [
             b.strides and sum((n - 1) * s for n, s in zip(b.shape, b.strides, strict=True)) for b in kernel.buffers
         ]
@@ -133,30 +131,37 @@ class _Printer:
     # the body: indices, loads, values, stores
 
     def _body(self) -> Iterator[str]:
-        yield from self._columns()
+        if self.tile.swept:
+            yield from swept_body(self)
+            return
+        yield from self.columns("    ")
         inner = "    "
         if self.loops:
-            for i, step in enumerate(self.kernel.steps):
+            for i in range(len(self.kernel.steps)):
                 if not self.moves[i][0]:
-                    yield from self._step(i, step, "    ")
+                    yield from self.made(i, "    ")
             for i, total in enumerate(self.kernel.sums):
                 kind = self.kernel.steps[total.value].kind
                 yield f"    sum{i} = tl.full(({self.tile.rows}, {self.tile.columns}), 0, {TYPES[kind]})"
             yield f"    for step in range({self.tile.passes}):"
             inner = "        "
         if not self.flat:
-            yield from self._rows(inner)
-        for i, step in enumerate(self.kernel.steps):
+            yield from self.rows(inner)
+        for i in range(len(self.kernel.steps)):
             if i not in self.names:
-                yield from self._step(i, step, inner)
+                yield from self.made(i, inner)
         for store in self.kernel.stores:
-            mask = self._mask(store.at.on(self._row_axes()), store.at.on(self._column_axes()))
-            ends = f", mask={mask}" if mask else ""
-            name = f"y{store.buffer - self.kernel.inputs}"
-            # a number for the one row of a kernel is a tile of one: so must its address be
-            one = " + row * 0" if not self.flat and not store.at.terms else ""
-            yield f"{inner}tl.store({self._address(name, store.at)}{one}, {self.names[store.value]}{ends})"
+            yield self.stored(store, inner)
         yield from self._sums(inner)
+
+    def stored(self, store: Store, inner: str) -> str:
+        """The line of a store."""
+        mask = self._mask(store.at.on(self._row_axes()), store.at.on(self._column_axes()))
+        ends = f", mask={mask}" if mask else ""
+        name = f"y{store.buffer - self.kernel.inputs}"
+        # a number for the one row of a kernel is a tile of one: so must its address be
+        one = " + row * 0" if not self.flat and not store.at.terms else ""
+        return f"{inner}tl.store({self._address(name, store.at)}{one}, {self.names[store.value]}{ends})"
 
     def _sums(self, inner: str) -> Iterator[str]:
         for i, total in enumerate(self.kernel.sums):
@@ -171,7 +176,8 @@ class _Printer:
             else:
                 yield f"    tl.store(y{total.buffer - self.kernel.inputs} + col, {found}{mask})"
 
-    def _columns(self) -> Iterator[str]:
+    def columns(self, inner: str) -> Iterator[str]:
+        """The lines that say which columns a tile has."""
         tile, width = self.tile, self.kernel.column_count
         name = "i" if self.flat else "col"
         spread = "" if self.flat else "[None, :]"
@@ -179,14 +185,15 @@ class _Printer:
         steps = f"tl.arange(0, {tile.columns}){spread}"
         if tile.column_blocks > 1:
             program = "tl.program_id(0)" if self.flat else "tl.program_id(1)"
-            yield f"    {name} = {program}{long} * {tile.columns} + {steps}"
+            yield f"{inner}{name} = {program}{long} * {tile.columns} + {steps}"
         else:
-            yield f"    {name} = {steps}{long}"
+            yield f"{inner}{name} = {'start + ' if tile.swept else ''}{steps}{long}"
         if self.masks_columns:
-            yield f"    {name}_ok = {name} < {width}"
-        yield from self._coordinates(name, self._column_axes(), "    ")
+            yield f"{inner}{name}_ok = {name} < {width}"
+        yield from self._coordinates(name, self._column_axes(), inner)
 
-    def _rows(self, inner: str) -> Iterator[str]:
+    def rows(self, inner: str) -> Iterator[str]:
+        """The lines that say which rows a tile has."""
         tile = self.tile
         long = ".to(tl.int64)" if self.wide else ""
         first = f"tl.program_id(0){long} * {tile.rows_each}"
@@ -223,7 +230,9 @@ class _Printer:
     def _column_axes(self) -> range:
         return range(self.kernel.rows, len(self.kernel.axes))
 
-    def _step(self, place: int, step: Step, inner: str) -> Iterator[str]:
+    def made(self, place: int, inner: str) -> Iterator[str]:
+        """The line that makes a step, if it needs one, and from then on its name."""
+        step = self.kernel.steps[place]
         does = step.does
         if isinstance(does, Literal):
             self.names[place] = literal(does.value, step.kind)
@@ -232,15 +241,18 @@ class _Printer:
         if self._inlined(place, text):
             self.names[place] = text if re.fullmatch(r"[\w.]+\([^()]*\)", text) else f"({text})"
             return
-        first = (step.name or "value") if not isinstance(does, Load) else f"in{does.buffer}"
-        number = self.used.get(first, 0)
-        self.used[first] = number + 1
-        name = f"{first}_{number}" if number or first in _TAKEN else first
+        name = self.fresh((step.name or "value") if not isinstance(does, Load) else f"in{does.buffer}")
         self.names[place] = name
         comment = f"  # {step.note}" if step.note not in ("", self.last_note) and not isinstance(does, Load) else ""
         if not isinstance(does, Load):
             self.last_note = step.note
         yield f"{inner}{name} = {text}{comment}"
+
+    def fresh(self, first: str) -> str:
+        """A name that is not taken yet."""
+        number = self.used.get(first, 0)
+        self.used[first] = number + 1
+        return f"{first}_{number}" if number or first in _TAKEN else first
 
     def _inlined(self, place: int, text: str) -> bool:
         """Is this a short part of one other step of the same op?"""
@@ -252,6 +264,7 @@ class _Printer:
             not isinstance(user.does, Apply)
             or user.note != step.note
             or self.moves[place][0] != self.moves[users[0]][0]
+            or (self.tile.swept and self.moves[place][1] != self.moves[users[0]][1])
         ):
             return False
         slots = [i for i, a in enumerate(user.does.args) if a == place]
@@ -275,13 +288,14 @@ class _Printer:
             low = f"({self._index(does.at)}).to(tl.int32)"
             return f"random_bits({low}, k{does.key}, l{does.key})"
         if isinstance(does, Reduce):
-            value = self._whole_tile(does.arg)
-            if self.masks_columns:
-                rest = {"sum": "0", "max": _LEAST[step.kind], "min": _MOST[step.kind]}[does.how]
-                value = f"tl.where(col_ok, {value}, {rest})"
-            return f"tl.{does.how}({value}, axis=1, keep_dims=True)"
+            return f"tl.{does.how}({self.within(does)}, axis=1, keep_dims=True)"
         assert isinstance(does, Apply)
         return FORMULAS[does.formula].format(*(self._operand(a) for a in args_of(does)))
+
+    def within(self, does: Reduce) -> str:
+        """What a reduction joins, with what changes nothing beyond the last column."""
+        value, kind = self._whole_tile(does.arg), self.kernel.steps[does.arg].kind
+        return f"tl.where(col_ok, {value}, {NEUTRAL[does.how][kind]})" if self.masks_columns else value
 
     def _operand(self, place: int) -> str:
         name = self.names[place]
@@ -344,5 +358,5 @@ class _Printer:
         return lines, Launch(name, args, (-(-width // columns), 1), 4)
 
 
-_TAKEN = frozenset({"row", "col", "i", "step", "tl", "triton", "tanh", "log1p", "expm1", "where", "abs", "not", "and"})
+_TAKEN = frozenset("row col i step start grown base tl triton tanh log1p expm1 where abs not and".split())
 """Names that a value may not have: it gets a number."""

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 
 from autopar.codegen.group import Code, FusedGroup
 from autopar.codegen.load import load
-from autopar.codegen.tiles import moved_bytes, partial_bytes
+from autopar.codegen.tiles import extra_bytes, moved_bytes
 from autopar.codegen.triton_text import Launch
 from autopar.models import GPT, GPTConfig, Llama, LlamaConfig
 from autopar.passes.fuse import Fuse
@@ -143,7 +143,7 @@ def groups(
 def byte_ratio(code: Code) -> float:
     """Bytes that the group moves over the least possible."""
     least = moved_bytes(code.kernel)
-    return (least + partial_bytes(code.kernel, code.printed.tile)) / least
+    return (least + extra_bytes(code.kernel, code.printed.tile)) / least
 
 
 CASES = (

@@ -30,24 +30,25 @@ def kernels():
         "gated": one_kernel(with_gradients(gated, 2), wide, wide, wide).code,
         "odd": one_kernel(residual_norm, empty(33, 77), empty(33, 77), empty(77), empty(77)).code,
         "column_sums": one_kernel(lambda x, y: ((x * y).sum(0), x * y), wide, wide).code,
+        "swept": one_kernel(lambda x, w: torch.softmax(x * w, -1), empty(64, 128256), empty(128256)).code,
         "dropout": one_kernel(
             lambda x, k: torch.ops.autopar.dropout(x * 2, k, 0.1), wide, torch.zeros(2, dtype=torch.int64)
         ).code,
     }
 
 
-@pytest.mark.parametrize("name", ["residual_norm", "gated", "odd", "column_sums", "dropout"])
+@pytest.mark.parametrize("name", ["residual_norm", "gated", "odd", "column_sums", "swept", "dropout"])
 def test_no_spills_and_wide_reads(kernels, name):
     for number, launch in enumerate(kernels[name].printed.launches):
         made = for_cuda(kernels[name], launch, 90)
         assert made.spilled_bytes == 0
         if name != "odd" and number == 0:
             assert made.widest_load_bytes == 16
-    assert byte_ratio(kernels[name]) <= 1.05
+    assert byte_ratio(kernels[name]) <= (1.51 if name == "swept" else 1.05)  # such rows are read twice
 
 
 @pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)])
 def test_other_architectures(kernels, target):
-    for name in ("residual_norm", "column_sums"):
+    for name in ("residual_norm", "column_sums", "swept"):
         for launch in kernels[name].printed.launches:
             assert compile_function(kernels[name], launch, GPUTarget(*target)).asm

@@ -39,6 +39,7 @@ GROUPS = {
     "swiglu_backward": (with_gradients(lambda x, y: F.silu(x) * y, 2), (WIDE, WIDE, WIDE)),
     "rotary": (rotary, ((2, 16, 4, 32), (16, 16), (16, 16))),
     "softmax": (lambda x: aten._softmax(x * 0.125, -1, False), (WIDE,)),
+    "wide_softmax": (lambda x: aten._softmax(x * 0.125, -1, False), ((64, 128256),)),
     "log_softmax_backward": (lambda g, y: aten._log_softmax_backward_data(g, y, -1, torch.bfloat16), (WIDE, WIDE)),
     "bias_gradient": (lambda g, x: ((y := aten.gelu_backward(g, x, approximate="tanh")), y.sum(0)), (WIDE, WIDE)),
     "causal_mask": (lambda x: (x.masked_fill(torch.ones(64, 128).triu(1) > 0, float("-inf"))).exp(), (WIDE,)),

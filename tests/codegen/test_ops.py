@@ -235,6 +235,11 @@ def test_refusals_say_why(function, said):
         one_kernel(function, torch.empty(4, 6))
 
 
-def test_rows_too_wide_are_refused():
-    with pytest.raises(TooWide, match="rows of 100000"):
-        one_kernel(lambda x: aten._softmax(x + 1, -1, False), torch.empty(2, 100000))
+def test_few_and_long_rows_are_refused():
+    with pytest.raises(TooWide, match="2 rows of 200000"):
+        one_kernel(lambda x: aten._softmax(x + 1, -1, False), torch.empty(2, 200000))
+
+
+def test_long_rows_that_are_summed_up_too_are_refused():
+    with pytest.raises(TooWide, match="do not fit"):
+        one_kernel(lambda x: ((y := aten._softmax(x, -1, False)), y.sum(0)), torch.empty(64, 70000))
