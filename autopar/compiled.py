@@ -25,6 +25,7 @@ from autopar.passes.merge_collectives import MergeCollectives, MergeGathers
 from autopar.passes.overlap import Overlap, Prefetch
 from autopar.passes.reuse import Reuse
 from autopar.passes.split_backward import SplitBackward
+from autopar.passes.stream_cross_entropy import StreamCrossEntropy
 from autopar.program import Program, record
 from autopar.runtime.backward_split import splittable
 from autopar.user_function import op_text
@@ -72,7 +73,8 @@ class Compiled:
         if not inductor and not self.split:  # Inductor reuses memory itself; a split graph is run in another order
             passes = (*passes, Reuse().run)
         late = self.split_backward if self.split else None
-        run = lower_to_graphs(interpreter.run, cut, passes, self.told, inductor, late)
+        early = () if mode is None else (StreamCrossEntropy().run,)
+        run = lower_to_graphs(interpreter.run, cut, passes, self.told, inductor, late, early)
         try:
             with warnings.catch_warnings():
                 # anomaly mode, in which AOTAutograd traces, tells of a refusal in a warning of many lines

@@ -106,6 +106,16 @@ def _embedding(b: _Builder, node: Node, item: int, at: At) -> int:
     return b.load(table, (Index(), at[-1]), ((row, table.meta["val"].stride()[0]),))
 
 
+def _gather(b: _Builder, node: Node, item: int, at: At) -> int:
+    """The element that the index names, along one dim."""
+    source, dim, index = given(node)[:3]
+    if b.inside(source):
+        raise NotLinear("a gather from what the kernel itself makes")
+    dim %= len(at)
+    place = b.value(index, at)
+    return b.load(source, (*at[:dim], Index(), *at[dim + 1 :]), ((place, source.meta["val"].stride()[dim]),))
+
+
 def _dropout(b: _Builder, node: Node, item: int, at: At) -> int:
     """x / (1 - p) where 32 random bits of the global index are large enough."""
     x, key, p = given(node)[:3]
@@ -141,6 +151,7 @@ RULES: Mapping[str, Callable[..., int]] = {
     "select_backward": _select_backward,
     "cat": _cat,
     "embedding": _embedding,
+    "gather": _gather,
     "autopar.dropout": _dropout,
 }
 """By op."""

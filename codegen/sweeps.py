@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.codegen.kernel import Apply, Kernel, Load, Reduce, Store, args_of
+from autopar.codegen.kernel import Apply, Kernel, Literal, Load, Reduce, Store, args_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def sweeps(kernel: Kernel) -> tuple[Sweep, ...]:
 
 
 def online_pairs(kernel: Kernel) -> dict[int, int]:
-    """Sum -> maximum, for each sum of exp(x - max(x))."""
+    """Sum -> maximum, for each sum of exp(x - max(x)); the maximum may be kept from -inf by a least number."""
     found = {}
     for i, step in enumerate(kernel.steps):
         if not (isinstance(step.does, Reduce) and step.does.how == "sum"):
@@ -57,9 +57,16 @@ def online_pairs(kernel: Kernel) -> dict[int, int]:
         if not (isinstance(shifted, Apply) and shifted.formula == "sub"):
             continue
         value, most = shifted.args
+        clamped = kernel.steps[most].does
+        if isinstance(clamped, Apply) and clamped.formula == "maximum" and _is_number(kernel, clamped.args[1]):
+            most = clamped.args[0]
         if kernel.steps[most].does == Reduce("max", value):
             found[i] = most
     return found
+
+
+def _is_number(kernel: Kernel, place: int) -> bool:
+    return isinstance(kernel.steps[place].does, Literal)
 
 
 def read_again_bytes(kernel: Kernel) -> int:

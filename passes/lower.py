@@ -9,6 +9,7 @@ value that the backward needs is saved, unless
     parameter is freed after its use and gathered a second time (ZeRO-3);
     it is made of nothing (a mask, positions): made again, as are random numbers from their key, but the key is saved:
     by the time of the backward another call may have begun;
+    a rewrite of the joint graph says so (torch's own mark, `recompute`): made again, or saved, whatever else holds;
     it lies in a block that the plan recomputes and is read inside that block only: made again from the block's inputs
     ("full"), or from the results of products and collectives ("selective").
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autopar.program import record
 
@@ -34,6 +36,9 @@ PRODUCTS = frozenset(
     " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention".split()
 )
 """Ops that "selective" recomputation does not run again."""
+
+
+_TOLD = {CheckpointPolicy.MUST_RECOMPUTE: True, CheckpointPolicy.MUST_SAVE: False}
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +106,8 @@ class _Cut:
     def made_again(self, node: Node) -> bool:
         if node.op != "call_function" or node in self.late or _draws(node):
             return False
+        if (told := node.meta.get("recompute")) in _TOLD:
+            return _TOLD[told]
         if is_view(node) or node not in self.of_inputs:  # the latter: of parameters, or of nothing
             return True
         if node.target is operator.getitem:
@@ -256,16 +263,20 @@ def lower_to_graphs(
     told: Callable[[Graphs], None],
     inductor: bool = False,
     backward_of: Callable[[GraphModule], Callable[[list[Any]], Any]] | None = None,
+    joint_passes: Sequence[Callable[[GraphModule], GraphModule]] = (),
 ) -> Callable[..., Any]:
     """A function that traces, cuts and runs `run` on its first call.
 
     Args:    run: the local program as a function of its flat inputs. passes: rewrite each of the two graphs.
              told: is handed the graphs when they are made. inductor: takes ops apart as Inductor wants them, and hands
              it both graphs. backward_of: makes the function of the backward graph; `boxed` when not given.
+             joint_passes: rewrite the joint graph before it is cut.
     """
     from functorch.compile import aot_function
 
     def cut(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[GraphModule, GraphModule]:
+        for rewrite in joint_passes:
+            joint = rewrite(joint)
         graphs = partition.run(joint, num_fwd_outputs)
         forward, backward = graphs.forward, graphs.backward
         for rewrite in passes:

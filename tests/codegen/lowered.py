@@ -12,12 +12,13 @@ from torch.fx.graph import CodeGen
 
 from autopar.models import GPT, GPTConfig, Llama, LlamaConfig
 from autopar.passes.lower import Graphs, Partition, lower_to_graphs
+from autopar.passes.stream_cross_entropy import StreamCrossEntropy
 
 VOCAB = 61
 
 
-def gpt(batch: int, seq: int, width: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    config = GPTConfig(vocab=VOCAB, context=max(seq, 2), layers=2, heads=2, width=width, ff_width=2 * width)
+def gpt(batch: int, seq: int, width: int, heads: int = 2) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = GPTConfig(vocab=VOCAB, context=max(seq, 2), layers=2, heads=heads, width=width, ff_width=2 * width)
     return GPT(config, batch=batch, seq=seq), tokens(batch, seq)
 
 
@@ -42,10 +43,13 @@ def lower_model(model: nn.Module, inputs: tuple[Tensor, ...], recompute: str = "
     return lower_function(run, (*values, *inputs), len(names))
 
 
-def lower_function(run: Callable[..., Any], values: tuple[Tensor, ...], parameters: int = 0) -> Graphs:
-    """The graphs of a function, of which the first values are parameters."""
+def lower_function(
+    run: Callable[..., Any], values: tuple[Tensor, ...], parameters: int = 0, stream: bool = True
+) -> Graphs:
+    """The graphs of a function, of which the first values are parameters. stream: cross entropies, as for kernels."""
     found: list[Graphs] = []
-    lower_to_graphs(run, Partition(frozenset(range(parameters))), (), found.append)(*values)
+    early = (StreamCrossEntropy().run,) if stream else ()
+    lower_to_graphs(run, Partition(frozenset(range(parameters))), (), found.append, joint_passes=early)(*values)
     for module in (found[0].forward, found[0].backward):
         module.graph.set_codegen(CodeGen())  # called with its inputs, not with a list of them
         module.recompile()
