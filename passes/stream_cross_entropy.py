@@ -39,7 +39,7 @@ class StreamCrossEntropy:
     """
 
     def run(self, joint: GraphModule) -> GraphModule:
-        _Rewrite(joint).run()
+        _Rewrite(joint).apply()
         return joint
 
 
@@ -49,7 +49,7 @@ class _Rewrite:
         self.parts: dict[Node, tuple[Node, Node]] = {}
         """Of a log softmax that was taken apart: the logits and the logarithm of the sum."""
 
-    def run(self) -> None:
+    def apply(self) -> None:
         rewrites: dict[Any, Callable[[Node], Node | None]] = {
             aten.amax.default: self.shorter_maximum,
             aten._log_softmax.default: self.log_softmax,

@@ -112,8 +112,8 @@ def table(names: list[str]) -> Iterator[str]:
     yield f"{MARK}\n"
     yield f"Made by `python -m tests.bench.kernels_run`, {time.strftime('%Y-%m-%d')}: torch {torch.__version__}. Each"
     yield "kernel of the forward and the backward graph on one device, against its ATen ops in float32. `different`:"
-    yield "texts. `largest`: the largest error of a result over what is allowed: 1e-5 of the largest value in float32, on"
-    yield "top of that 2 units in the last place in half precision.\n"
+    yield "texts. `largest`: the largest error of a result over what is allowed: 1e-5 of the largest value in float32,"
+    yield "on top of that 2 units in the last place in half precision.\n"
     yield "| model | dtype | groups, forward | backward | different | largest | right |"
     yield "|---|---|---|---|---|---|---|"
     seen: dict[str, float] = {}
