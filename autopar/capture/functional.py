@@ -5,8 +5,9 @@ Leaves: the same graph with values only, and the new value of each buffer that w
     %v = select(%x, 0, 1) ; add_(%v, 1) ; f(%x)   ->   %v = select(%x, 0, 1) ; %a = add(%v, 1) ;
                                                        %x1 = select_scatter(%x, %a, 0, 1) ; f(%x1)
 Batch norm in training writes its statistics without saying so in its schema: they become explicit means.
-Refused: writes to parameters or constants, under no_grad to what carries a gradient, or through a view without an
-inverse here. A write to an input stays inside the graph: the caller's tensor is left as it was.
+What is written under no_grad, or through detach, has the new values and the old gradient, as in torch.
+Refused: writes to parameters or constants, or through a view without an inverse here. A write to an input stays inside
+the graph: the caller's tensor is left as it was.
 
 (torch's own functionalisation runs below autograd: it would replace batch norm and dropout by ops without a gradient,
 and lose where the user stopped gradients.)
@@ -40,6 +41,7 @@ _STOPS = ("detach",)
 _RESHAPES = (*_STOPS, "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as",
              "ravel", "contiguous", "to", "alias", "_unsafe_view", "lift_fresh", "type_as")  # fmt: skip
 _SELF_INVERSE = ("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T")
+_SCATTERS = {"slice": aten.slice_scatter, "select": aten.select_scatter, "diagonal": aten.diagonal_scatter}
 _SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")
 
 
@@ -62,6 +64,12 @@ def _tracked_norm(node: Node) -> bool:
     return node.target in (aten.batch_norm.default, aten.instance_norm.default) and bool(
         node.args[5] and node.args[3] is not None
     )
+
+
+def _stops(node: Node) -> bool:
+    """Whether a view is one that gradients do not go through."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.removeprefix("aten::") in _STOPS
 
 
 def functionalise(graph: Graph, kinds: dict[Node, str], no_grad: set[Node]) -> dict[Node, Node]:
@@ -170,15 +178,19 @@ class _Rewriter:
         self.read_at[node] = self.version[key]
         return self.value[node]
 
-    def write(self, node: Node, new: Node) -> None:
-        """Make `new` the value of an original node, of what it is a view of, and of all other views of that."""
+    def write(self, node: Node, new: Node, unseen: bool = False) -> None:
+        """Make `new` the value of an original node, of what it is a view of, and of all other views of that.
+
+        unseen: autograd does not see the write; gradients go on as if nothing had been written.
+        """
         while node in self.written:
             node = self.written[node]
         key = self.storage[node]
-        if key in self.carrying and self.at in self.no_grad:
-            raise refuse(self.at, "an in-place write under no_grad to a tensor that carries a gradient", _REMEDY)
+        unseen = key in self.carrying and (unseen or self.at in self.no_grad or _stops(node))
         if node in self.parent:
-            self.write(*self._merge(node, new))
+            self.write(*self._merge(node, new), unseen=unseen)
+            if unseen:  # a view is made again, with the gradient of what it is a view of
+                return
         else:
             owner = _UNWRITABLE.get(self.kinds.get(node, ""))
             if owner:
@@ -187,6 +199,8 @@ class _Rewriter:
                     f"an in-place write to {owner} ({node.name})",
                     "write it outside forward, or register a buffer",
                 )
+            if unseen:
+                new = self._with_gradient_of(self.read(node), new)
             self.version[key] += 1
         self.value[node] = new
         self.read_at[node] = self.version[key]
@@ -199,18 +213,13 @@ class _Rewriter:
         whole = self.parent[step]
         old, shape = self.read(whole), list(whole.meta["val"].shape)
         args, name = self.original[step][0][1:], step.target._schema.name.removeprefix("aten::")
-        if name in _STOPS and self.storage[view] in self.carrying:
-            raise refuse(self.at, "an in-place write through detach() to a tensor that carries a gradient", _REMEDY)
         if name in _RESHAPES:
             same = shape == list(new.meta["val"].shape)
             return whole, new if same else self.emit(aten.reshape.default, new, shape)
-        if name in ("slice", "select", "diagonal"):
-            scatter = {"slice": aten.slice_scatter, "select": aten.select_scatter, "diagonal": aten.diagonal_scatter}[
-                name
-            ]
-            return whole, self.emit(scatter.default, old, new, *args)
+        if name in _SCATTERS:
+            return whole, self._scatter(_SCATTERS[name], old, new, *args)
         if name == "narrow":
-            return whole, self.emit(aten.slice_scatter.default, old, new, args[0], args[1], args[1] + args[2])
+            return whole, self._scatter(aten.slice_scatter, old, new, args[0], args[1], args[1] + args[2])
         if name in _SELF_INVERSE:
             return whole, self.emit(step.target, new, *args)
         if name == "permute":
@@ -219,13 +228,36 @@ class _Rewriter:
         if name == "movedim":
             return whole, self.emit(step.target, new, args[1], args[0])
         if index is not None and name == "unbind":
-            return whole, self.emit(aten.select_scatter.default, old, new, args[0] if args else 0, index)
+            return whole, self._scatter(aten.select_scatter, old, new, args[0] if args else 0, index)
         if index is not None and name in _SPLITS:
             dim = args[1] if len(args) > 1 else 0
             pieces = [piece.shape[dim] for piece in step.meta["val"]]
             start = sum(pieces[:index])
-            return whole, self.emit(aten.slice_scatter.default, old, new, dim, start, start + pieces[index])
+            return whole, self._scatter(aten.slice_scatter, old, new, dim, start, start + pieces[index])
         raise refuse(self.at, f"an in-place write through {name}", _REMEDY)
+
+    def _scatter(self, target: Any, old: Node, new: Node, *args: Any) -> Node:
+        """`old` with `new` in a part of it; of complex numbers torch differentiates it for their real view alone."""
+        if not old.meta["val"].is_complex():
+            return self.emit(target.default, old, new, *args)
+        rank = old.meta["val"].dim()
+        dims = 2 if target is aten.diagonal_scatter else 1
+        given = (*args, *(a.default_value for a in target.default._schema.arguments[2 + len(args) :]))
+        if dims == 2:  # offset, dim1, dim2
+            given = (given[0], given[1] % rank, given[2] % rank)
+        else:
+            given = (given[0] % rank, *given[1:])
+        parts = [self.emit(aten.view_as_real.default, self.emit(aten.resolve_conj.default, v)) for v in (old, new)]
+        if dims == 2:  # a diagonal is the last dim of its tensor: the pair goes before it
+            parts[1] = self.emit(aten.transpose.int, parts[1], -1, -2)
+        return self.emit(aten.view_as_complex.default, self.emit(target.default, *parts, *given))
+
+    def _with_gradient_of(self, old: Node, new: Node) -> Node:
+        """new + (old - old), where only the first old has a gradient: the sum of exact zeros changes no value."""
+        fixed = [self.emit(aten.detach.default, value) for value in (new, old)]
+        made = self.emit(aten.add.Tensor, fixed[0], difference := self.emit(aten.sub.Tensor, old, fixed[1]))
+        self.no_grad -= {made, difference}
+        return made
 
     def _functional(self, node: Node) -> Node:
         """The value that an in-place call writes, as a call of its functional twin; of the target's dtype and shape."""
@@ -241,12 +273,15 @@ class _Rewriter:
             return self.emit(aten.full_like.default, old, node.args[1])
         if name in ("copy_", "fill_"):
             return self._fit(node.args[1], like)
-        twin = getattr(
-            getattr(aten, _RENAMED.get(name, name[:-1]), None), _OVERLOADS.get((name, overload), overload), None
-        )
+        renamed = _OVERLOADS.get((name, overload), overload)
+        twin = getattr(getattr(aten, _RENAMED.get(name, name[:-1]), None), renamed, None)
         if written != [0] or twin is None or name in _REFUSED or not schema.name.startswith("aten::"):
             raise refuse(node, f"the in-place operator {name}", _REMEDY)
-        return self._fit(self.emit(twin, *node.args, **node.kwargs), like)
+        args = node.args
+        if renamed != overload:  # an argument that has a default in place only
+            rest = [a for a in schema.arguments[len(args) :] if a.has_default_value() and not a.kwarg_only]
+            args = (*args, *(a.default_value for a in rest))
+        return self._fit(self.emit(twin, *args, **node.kwargs), like)
 
     def _without_out(self, node: Node) -> Node:
         """`f(x, out=y)`: the overload of f with the same other arguments."""

@@ -97,6 +97,17 @@ def fill_fresh(self, x):
     return out
 
 
+def complex_through_views(self, x):
+    z = torch.zeros(3, 4, 4, dtype=torch.complex128)
+    y = torch.complex(self.linear(x), x)
+    z[:, 1:3, :] = y[:, None]
+    z[..., -1] *= y
+    torch.diagonal(z, 0, -2, -1).add_(y)
+    z.transpose(0, 1)[1].mul_(1j)
+    z.mT[1][0] = y[0].conj()
+    return torch.view_as_real(z)
+
+
 def masked_and_indexed(self, x):
     y = self.linear(x) * 1
     y.masked_fill_(x > 0, 0.25)
@@ -149,7 +160,8 @@ def buffer_written_as_out(self, x):
 
 BODIES = [
     relu_in_place, write_to_base_seen_through_view, write_through_view_seen_in_base, write_to_chunk,
-    write_through_permute, fill_fresh, masked_and_indexed, keeps_dtype, write_to_input, buffer_by_name,
+    write_through_permute, fill_fresh, complex_through_views, masked_and_indexed,
+    keeps_dtype, write_to_input, buffer_by_name,
     buffer_in_place_under_no_grad, buffer_written_through_view, buffer_written_as_out,
 ]  # fmt: skip
 
@@ -158,6 +170,16 @@ BODIES = [
 def test_equals_eager(body):
     x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     compare(Net(body), x)
+
+
+@pytest.mark.parametrize("name", ["bernoulli_", "uniform_", "exponential_", "normal_", "cauchy_", "geometric_"])
+def test_draws_in_place_keep_their_defaults(name):
+    given = (0.25,) if name == "geometric_" else ()
+    program = capture(
+        Net(lambda self, x: self.linear(x) * getattr(x.new_empty(3, 1), name)(*given)), (torch.ones(3, 4),), {}
+    )
+    assert any(name[:-1] in str(node.target) for node in program.calls)
+    run_program(program, program.state, [torch.ones(3, 4, dtype=torch.float64)])
 
 
 def test_caller_keeps_its_tensor():
@@ -214,12 +236,33 @@ def no_grad_value(self, x):
     return y / scale + inner
 
 
+def written_through_detach(self, x):
+    y = self.linear(x)
+    seen = y[:, :2]
+    y.detach()[:, 1:].mul_(2)
+    own = (y * 1).detach()
+    own[0] = 3
+    return y.sin() + seen.sum() + own
+
+
+def written_under_no_grad(self, x):
+    y = self.linear(x)
+    row = y[1]
+    with torch.no_grad():
+        y.clamp_(min=-0.1)
+        y[:, 0].add_(row.sum())
+        inside = y.exp().sum()
+    return y * y + row.cos() * inside
+
+
 def detached(self, x):
     y = self.linear(x)
     return y * y.detach() + x.detach()
 
 
-@pytest.mark.parametrize("body", [no_grad_value, detached], ids=lambda b: b.__name__)
+@pytest.mark.parametrize(
+    "body", [no_grad_value, detached, written_through_detach, written_under_no_grad], ids=lambda b: b.__name__
+)
 def test_gradients_stop_where_the_user_stops_them(body):
     program = compare(Net(body), torch.randn(3, 4, dtype=torch.float64))
     assert any(n.target is torch.ops.aten.detach.default for n in program.calls)
@@ -231,19 +274,13 @@ def parameter_write(self, x):
     return self.linear(x)
 
 
-def detach_write(self, x):
-    y = self.linear(x)
-    y.detach().mul_(2)
-    return y
-
-
 def expanded_write(self, x):
     y = x[:1].expand(3, 4)
     y.as_strided((3,), (1,)).add_(1)
     return y
 
 
-@pytest.mark.parametrize("body", [parameter_write, detach_write, expanded_write], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("body", [parameter_write, expanded_write], ids=lambda b: b.__name__)
 def test_refused_with_the_line(body):
     line = Net.forward.__code__.co_firstlineno + 1  # export records the lines of forward methods only
     with pytest.raises(CaptureError, match=rf"test_functional\.py:{line}\)") as error:
