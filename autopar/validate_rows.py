@@ -29,14 +29,15 @@ _FLAGS = ["gated_mlp", "sp"]
 class Published:
     """One run. A field that the source does not state is None; sizes and degrees are those of the columns of the file.
 
-    Fields:  id, source, family, precision, device, schedule, recompute, outcome ("fit" or "oom"), group, weight_class,
-             note: texts, "" where not stated. The rest: figures; bandwidth in GB/s a device one way, memory in GB of
-             1e9.
+    Fields:  id, source, family, framework, precision, device, schedule, recompute, outcome ("fit" or "oom"), group,
+             weight_class, note: texts, "" where not stated. The rest: figures; bandwidth in GB/s a device one way,
+             memory in GB of 1e9.
     """
 
     id: str
     source: str
     family: str = ""
+    framework: str = ""
     precision: str = ""
     device: str = ""
     schedule: str = ""
@@ -106,7 +107,7 @@ def _read_csv(path: Path, found: Read) -> None:
                 **{name: _flag(raw.get(name), where, name) for name in _FLAGS},
             }
             texts = ("id", "source", "precision", "device", "schedule", "recompute", "outcome", "group", "weight_class")
-            figures |= {name: raw.get(name) or "" for name in (*texts, "note")}
+            figures |= {name: raw.get(name) or "" for name in (*texts, "framework", "note")}
             row = Published(family=raw.get("model_family") or "", **figures)
             wrong = _contradiction(row)
             if wrong:
@@ -136,12 +137,56 @@ def _flag(text: Any, where: str, name: str) -> bool | None:
 
 def _contradiction(row: Published) -> str:
     """What in a row contradicts itself, with the field; "" when nothing does."""
+    for check in (_devices, _sizes, _batch, _outcome):
+        if wrong := check(row):
+            return wrong
+    return ""
+
+
+def _devices(row: Published) -> str:
+    for name in ("nodes", "devices_per_node", "tp", "pp", "cp", "dp", "ep", "virtual_stages", "layers", "hidden"):
+        if getattr(row, name) == 0:
+            return f"field '{name}' contradicts: it is 0"
     if not (row.nodes and row.devices_per_node and row.dp):
         return ""
     devices, product = row.nodes * row.devices_per_node, (row.tp or 1) * (row.pp or 1) * (row.cp or 1) * row.dp
     if product == devices:
         return ""
     return f"field 'dp' contradicts: tp x pp x cp x dp = {product}, nodes x devices_per_node = {devices}"
+
+
+def _sizes(row: Published) -> str:
+    if row.heads and row.kv_heads and row.heads % row.kv_heads:
+        return f"field 'kv_heads' contradicts: {row.kv_heads} does not divide the {row.heads} heads"
+    if row.zero is not None and row.zero > 3:
+        return f"field 'zero' contradicts: level {row.zero} is none of 0 to 3"
+    if not (row.params_b and row.layers and row.hidden) or not row.family.startswith("dense"):
+        return ""
+    # Wide bounds, since names round: a thinner network than 8 h^2 a layer, or a wider one than 40 h^2, is none.
+    least, most = (row.layers * row.hidden**2 * n / 1e9 for n in (8, 40))
+    most += 2 * (row.vocab or 256_000) * row.hidden / 1e9
+    if least * 0.8 <= row.params_b <= most * 1.2:
+        return ""
+    return f"field 'params_b' contradicts: {row.params_b:g} billion, layers and hidden make {least:.3g} to {most:.3g}"
+
+
+def _batch(row: Published) -> str:
+    if not (row.global_seqs and row.micro_seqs and row.grad_accum and row.dp):
+        return ""
+    product = row.micro_seqs * row.grad_accum * row.dp
+    if abs(product - row.global_seqs) <= 0.01 * row.global_seqs:
+        return ""
+    return (
+        f"field 'grad_accum' contradicts: micro_seqs x grad_accum x dp = {product:g}, global_seqs = {row.global_seqs}"
+    )
+
+
+def _outcome(row: Published) -> str:
+    if row.outcome not in ("", "fit", "oom"):
+        return f"field 'outcome' contradicts: '{row.outcome}' is neither fit nor oom"
+    if row.outcome == "oom" and row.step_time_s:
+        return f"field 'outcome' contradicts: out of memory, and a step of {row.step_time_s:g} s"
+    return ""
 
 
 def _read_yaml(path: Path, found: Read) -> None:
@@ -226,6 +271,7 @@ def _from_sections(raw: Mapping[str, Any], name: str, source: str, where: str) -
         id=name,
         source=source,
         family="conv" if "base_channels" in model else "moe" if get(model, "experts", int) else "dense",
+        framework=str(par.get("system") or par.get("framework") or raw.get("framework") or ""),
         precision="fp32" if "32" in precision and "16" not in precision else "bf16" if "bf16" in precision else "fp16",
         device=gpu,
         schedule=_schedule(par.get("schedule"), pp),

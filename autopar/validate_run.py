@@ -5,14 +5,13 @@ Refused: rows that cannot be expressed come back as a reason, a text.
 
 What a source leaves open is assumed the same for every row of the kind:
 
-    framework       FSDP runs (ZeRO-2 and 3 without pipeline, from PyTorch's trainers) run ops one by one unless
-                    compiled; Megatron, NeMo, DeepSpeed and Alpa fuse them
-    attention       the vendor's fused kernel where ops are fused, on devices since H100; portable fused attention in
-                    PyTorch's trainers; unfused before
+    framework       by the layout (`validate_framework`)
+    attention       the vendor's fused kernel in Megatron's and XLA's programs on devices since H100; portable fused
+                    attention in PyTorch's trainers, and where the row says "flash"; unfused before
     overlap         collectives beside compute in fused frameworks on devices since H100, and where the row says so
     ZeRO-3          gathered ahead of compute by PyTorch's trainers and on devices since H100; before, gathered when
                     needed, by DeepSpeed along rings that cross nodes at every hop
-    zero            1 for Megatron's family, 3 for PyTorch's; for compiled programs the lowest level that fits
+    zero            1 for Megatron's family, 3 for PyTorch's; for XLA's programs the lowest level that fits
     sp              on when tp > 1
     recompute       the cheapest policy that fits the memory
     micro-batch     1
@@ -33,27 +32,40 @@ from autopar.cost.training_memory import fits
 from autopar.cost.training_run import Run
 from autopar.cost.transformer import Transformer, layers_of_stage
 from autopar.errors import MeshError
+from autopar.validate_framework import framework_of
 from autopar.validate_rows import Published
 
 T = TypeVar("T")
 
-_TORCH_TRAINERS = ("llm_foundry", "torchtitan", "fms_fsdp", "fsdp")  # sources that train with PyTorch's FSDP
+_FLASH = re.compile(r"(?<!no )flash.?att", re.IGNORECASE)
+_VENDOR_ATTENTION = ("b200", "gb200")  # devices that PyTorch has no portable fused attention for
 _PORT_GB_PER_S = 12.5  # [spec] a port of 100 Gb/s: a device with less shares its port with others
 _SHARED_PORT_FRACTION = 0.3  # [measured] what collectives reach of shared ports, through host memory; published steps
+_ETHERNET_FRACTION = 0.8  # [derived] what TCP reaches of a port of 25 Gb/s
 _PORT_FRACTION = 0.96  # [measured] bulk bandwidth of a network port over its line rate; nccl-tests on 200 and 400 Gb/s
+
+# Patterns of what a row says of its model or training, and why such a row is left out.
+_LEFT_OUT = (
+    (r"^conv|resnet", "convolutional network: its sizes are not a transformer's"),
+    (r"\bq?lora\b|adapters? only|\bpeft\b", "LoRA: only adapters are trained"),
+    (r"^(t5|enc.?dec)|encoder.decoder", "encoder and decoder: its sizes are not a decoder's"),
+    (r"^(mamba|ssm|hybrid|diffusion|dit|vit|vlm|unet)", "not a transformer of equal layers on tokens"),
+    (r"\bmla\b|latent attention|shared experts?", "latent attention or shared experts: sizes not in the columns"),
+)
 
 # Parts of a published device name, in the order in which they decide; the profile that has its figures.
 _DEVICES = (
+    ("v100.*32", "v100-sxm-32gb"),
     ("v100", "v100-sxm-16gb"),
-    ("a100.*pcie.*80|a100.*80.*pcie", "a100-pcie-80gb"),
-    ("a100.*pcie", "a100-pcie-40gb"),
-    ("a100.*40", "a100-sxm-40gb"),
+    ("a100.*pci.*80|a100.*80.*pci", "a100-pcie-80gb"),
+    ("a100.*pci", "a100-pcie-40gb"),
+    (r"a100.*(?<!\d)40", "a100-sxm-40gb"),
     ("a100", "a100-sxm-80gb"),
     ("h100.*96.*hbm2e", "h100-96gb-hbm2e-500w"),
-    ("h100.*pcie", "h100-pcie"),
+    ("h100.*pci", "h100-pcie"),
     ("h800", "h800-sxm"),
-    ("h100", "h100-sxm"),
-    ("h200", "h200-sxm"),
+    (r"(?<!g)h100(?!.*nvl\b)", "h100-sxm"),
+    ("(?<!g)h200", "h200-sxm"),
     ("gb[23]00", "gb200"),
     ("b[23]00", "b200"),
     ("mi300x", "mi300x"),
@@ -62,10 +74,13 @@ _DEVICES = (
 
 def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, ...]] | str:
     """The configuration of a row and what was assumed, or the reason why there is none."""
-    if row.family == "conv":
-        return "convolutional network: its sizes are not a transformer's"
+    for pattern, reason in _LEFT_OUT:
+        if re.search(pattern, f"{row.family}; {row.note}", re.IGNORECASE):
+            return reason
     if row.family.startswith("moe") and not re.search(r"experts=\d+ top_k=\d+", row.note):
         return "experts not stated"
+    if (row.ep or 1) > 1:
+        return "expert parallel (ep > 1): no plan has it yet"
     missing = [name for name in ("layers", "hidden", "seq_len", "global_seqs", "dp", "nodes") if not getattr(row, name)]
     if missing:
         return f"{missing[0]} not stated"
@@ -77,16 +92,19 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
         return f"device: {error}"
     assumed: list[str] = []
     model = _model(row, rows, assumed)
-    torch_trainer = row.source.startswith(_TORCH_TRAINERS) or "FSDP" in row.note
-    compiled = row.source.startswith("alpa") and "megatron" not in row.note  # a program made by XLA
+    framework, named = framework_of(row)
+    if not named:
+        _assume(assumed, "framework", framework.name)
+    torch_trainer, compiled = framework.name == "fsdp", framework.name == "xla"
     new_device = not profile.name.startswith(("v100", "a100"))
-    fused = not torch_trainer or "compile on" in row.note
-    attention = "flash" if torch_trainer else "native" if new_device else "plain"
+    fused = framework.fused or "compile on" in row.note
+    portable = torch_trainer and not profile.name.startswith(_VENDOR_ATTENTION)
+    attention = "flash" if portable or _FLASH.search(row.note) else "native" if new_device else "plain"
     tp, pp, cp, dp = row.tp or 1, row.pp or 1, row.cp or 1, row.dp or 1
     micro = row.micro_seqs or _assume(assumed, "micro_seqs", 1.0)
     zero = row.zero
     if zero is None:
-        zero = 0 if dp == 1 else 3 if torch_trainer else 0 if compiled else 1
+        zero = 0 if dp == 1 else framework.zero[0]
     sp = bool(row.sp if row.sp is not None else tp > 1 and _assume(assumed, "sp", True))
     schedule = row.schedule if pp > 1 else "none"
     virtual = row.virtual_stages or 1
@@ -118,23 +136,24 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
         precision=row.precision or "bf16",
         attention=attention,
         fused=fused,
-        dropout=not (torch_trainer or new_device or model.gated or compiled),
+        dropout=framework.dropout and not (new_device or model.gated),
         reduce_bytes=2 if row.precision == "fp16" or "reduced in bf16" in row.note else 4,
         stage_layers=tuple(layers_of_stage(model.layers, chunks, short, int(last[1]) if last else None))
         if whole
         else (),
         apart="unsharded" in row.note,
         racks=_racks(profile, row.nodes or 1),
-        overlap="async TP" in row.note or (new_device and not torch_trainer),
-        prefetch=torch_trainer or new_device,
-        flat_ring=not (torch_trainer or new_device or compiled),
-        widened=not compiled and row.precision == "fp16",
+        overlap="async TP" in row.note or (framework.beside and new_device),
+        prefetch=framework.ahead or new_device,
+        flat_ring=not (framework.ahead or new_device or compiled),
+        widened=framework.widened and row.precision == "fp16",
+        reduce_each=framework.each,
+        moment_bytes=0 if "adafactor" in row.note else 8,
     )
     if row.recompute not in ("none", "selective", "full"):
         run = _first_that_fits(run, "recompute", ("none", "selective", "full"), assumed)
     if row.zero is None and dp > 1:
-        levels = (0, 2, 3) if compiled else (zero,)
-        run = _first_that_fits(run, "zero", levels, assumed)
+        run = _first_that_fits(run, "zero", framework.zero, assumed)
     return run, tuple(assumed)
 
 
@@ -201,12 +220,13 @@ def _profile(device: str, between_gb_per_s: float | None) -> Profile:
 
     Raises:  MeshError: no such device.
     """
-    text = device.lower()
+    text = re.sub(r"[\s_/]+", "-", device.lower())
     names = profile_names()
     name = next((n for pattern, n in _DEVICES if re.search(pattern, text) and n in names), text)
     profile = load_profile(name)
     if not between_gb_per_s:
         return profile
-    port = _PORT_FRACTION if between_gb_per_s >= _PORT_GB_PER_S else _SHARED_PORT_FRACTION
+    shared = _ETHERNET_FRACTION if profile.links[-1].name.startswith("ethernet") else _SHARED_PORT_FRACTION
+    port = _PORT_FRACTION if between_gb_per_s >= _PORT_GB_PER_S else shared
     link: Link = replace(profile.links[-1], bandwidth_bytes_per_s=between_gb_per_s * 1e9 * port)
     return replace(profile, links=(*profile.links[:-1], link))

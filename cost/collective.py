@@ -19,6 +19,8 @@ many devices of one group share the crossing of level i, each over its own link 
     all-to-all                   pairs: max_i (p_{i+1} - p_i)/n S / b_i  n_i - 1 messages
     send                         S / b and one hop, of the slowest level that the axis spans
 
+Without a switch a group of k devices has k - 1 of the wires of each (`Link.among`).
+
 Every algorithm has two lines: small packets run at a share `small_fraction` of the bandwidth, bulk transfers at all of
 it after `bulk_latency_s`.
 
@@ -76,7 +78,7 @@ def lines(kind: str, spans: tuple[tuple[int, int], ...], profile: Profile) -> tu
     """
     if kind not in _ALGORITHMS:
         raise ValueError(f"unknown collective '{kind}'; known are {', '.join(_ALGORITHMS)}")
-    levels = tuple(_Span(level, ranks, profile.link(level)) for level, ranks in spans if ranks > 1)
+    levels = tuple(_Span(level, ranks, profile.link(level).among(ranks)) for level, ranks in spans if ranks > 1)
     if not levels:
         return ()
     bulk_latency_s = sum(span.link.bulk_latency_s for span in levels)

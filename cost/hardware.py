@@ -8,11 +8,13 @@ In a file every figure is ``{"value": number, "source": "[spec|derived|measured]
 vendor's, [derived] computed from others, [measured] observed. The tag is checked when the file is read.
 """
 
+from __future__ import annotations
+
 import difflib
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ class Link:
              bulk_latency_s: what a collective pays once to run at full bandwidth instead of in small packets.
              small_fraction: share of the bandwidth that small packets reach, 0 < share <= 1.
              reduce_bytes_per_s: a switch that adds: buffer bytes all-reduced per second; 0 when the switch cannot.
+             peers: neighbours among which a device's wires are divided, where there is no switch; 0 with a switch.
     """
 
     name: str
@@ -43,10 +46,17 @@ class Link:
     bulk_latency_s: float = 0.0
     small_fraction: float = 1.0
     reduce_bytes_per_s: float = 0.0
+    peers: int = 0
 
     def __post_init__(self) -> None:
         if self.bandwidth_bytes_per_s <= 0 or not 0 < self.small_fraction <= 1:
             raise MeshError(f"link '{self.name}' needs a bandwidth above 0 and a small_fraction between 0 and 1")
+
+    def among(self, ranks: int) -> Link:
+        """The link as a group of so many devices has it: without a switch, wires to the others lie idle."""
+        if ranks > self.peers:
+            return self
+        return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * max(ranks - 1, 1) / self.peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,11 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.links:
             raise MeshError(f"profile '{self.name}' has no links")
+        if self.reserve_bytes >= self.memory_bytes:
+            raise MeshError(
+                f"profile '{self.name}': field 'reserve_bytes' is {self.reserve_bytes}, not below the "
+                f"{self.memory_bytes} of 'memory_bytes'"
+            )
         missing = [dtype for dtype in DTYPES if dtype not in self.peak_flop_per_s]
         if missing:
             raise MeshError(f"profile '{self.name}' has no peak_flop_per_s for {', '.join(missing)}")
@@ -160,13 +175,23 @@ _LINK_FIGURES: dict[str, tuple[type, float | None]] = {
     "bulk_latency_s": (float, None),
     "small_fraction": (float, 1.0),
     "reduce_bytes_per_s": (float, None),
+    "peers": (int, None),
 }
-_MAY_BE_ZERO = {"reserve_bytes", "kernel_launch_s", "latency_s", "bulk_latency_s", "reduce_bytes_per_s"} | {
+_OPTIONAL = {"peers"}  # left out, it has the default of its class
+_MAY_BE_ZERO = {"reserve_bytes", "kernel_launch_s", "latency_s", "bulk_latency_s", "reduce_bytes_per_s", "peers"} | {
     "matmul_half_output",
     "matmul_half_depth",
     "narrow_half_dim",
     "multiprocessors",
 }
+# End of a figure's name, least and largest value that its unit lets expect, and the unit it is mistaken for outside.
+_PLAUSIBLE = (
+    ("flop_per_s", 1e8, 1e18, "TFLOP/s"),
+    ("bytes_per_s", 1e6, 1e15, "GB/s"),
+    ("memory_bytes", 1e7, 1e14, "GB"),
+    ("_s", 0.0, 1.0, "microseconds"),
+)
+_UNITS = {"flop_per_s": "FLOP/s", "bytes_per_s": "bytes/s", "memory_bytes": "bytes", "_s": "seconds"}
 
 
 def parse_profile(data: Any, file: str) -> Profile:
@@ -194,7 +219,11 @@ def parse_profile(data: Any, file: str) -> Profile:
 
 
 def _figures(data: Any, table: Mapping[str, tuple[type, float | None]], file: str, prefix: str) -> dict[str, Any]:
-    return {name: _figure(data, name, kind, most, file, prefix) for name, (kind, most) in table.items()}
+    return {
+        name: _figure(data, name, kind, most, file, prefix)
+        for name, (kind, most) in table.items()
+        if name in data or name not in _OPTIONAL
+    }
 
 
 def _figure(data: Any, name: str, kind: type, most: float | None, file: str, prefix: str) -> Any:
@@ -205,9 +234,20 @@ def _figure(data: Any, name: str, kind: type, most: float | None, file: str, pre
     if not 0 <= value < float("inf") or (value == 0 and name not in _MAY_BE_ZERO) or (most and value > most):
         bound = f"between 0 and {most:g}" if most else "at least 0" if name in _MAY_BE_ZERO else "above 0"
         raise MeshError(f"{where} is {value}; it must be {bound}")
+    _plausible(value, f"{prefix}{name}", where)
     if not source.startswith(_TAGS):
         raise MeshError(f"{where} has source {source!r}, which starts with none of {', '.join(map(str.strip, _TAGS))}")
     return kind(value)
+
+
+def _plausible(value: float, path: str, where: str) -> None:
+    """Raises: MeshError: a figure that can only be in another unit."""
+    for key in path.split(".")[:1] + path.split(".")[-1:]:
+        for end, least, most, other in _PLAUSIBLE:
+            if key.endswith(end):
+                if value and not least <= value <= most:
+                    raise MeshError(f"{where} is {value:g}; it is read in {_UNITS[end]}, and looks like {other}")
+                return
 
 
 def _field(data: Any, name: str, kind: Any, file: str, prefix: str) -> Any:

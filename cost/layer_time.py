@@ -11,6 +11,7 @@ least as long as the host needs to launch its kernels.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,11 +92,15 @@ def embedding(model: Transformer, shard: Shard, profile: Profile) -> Pass:
 
 def products_s(products: list[Product], dtype: str, profile: Profile) -> tuple[float, float, float]:
     """Seconds of all products, of their gradients by inputs and of their gradients by weights."""
-    if not products:
-        return 0.0, 0.0, 0.0
+    return _products_s(tuple(products), dtype, profile) if products else (0.0, 0.0, 0.0)
+
+
+@functools.lru_cache(maxsize=16384)
+def _products_s(products: tuple[Product, ...], dtype: str, profile: Profile) -> tuple[float, float, float]:
     b, m, n, k = np.array(products, dtype=np.float64).T
-    work = np.concatenate([2 * b * m * n * k] * 3)
-    times = matmul_s(work, np.r_[m, m, k], np.r_[n, k, n], np.r_[k, n, m], dtype, profile).reshape(3, -1).sum(axis=1)
+    flop = 2 * b * m * n * k
+    rows, columns, depth = np.stack([m, m, k]), np.stack([n, k, n]), np.stack([k, n, m])
+    times = matmul_s(np.stack([flop] * 3), rows, columns, depth, dtype, profile).sum(axis=1)
     return float(times[0]), float(times[1]), float(times[2])
 
 

@@ -13,6 +13,7 @@ Source: Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2024 (zero bubble).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -95,16 +96,25 @@ def stages(run: Run, fitted: Fitted = FITTED) -> list[Stage]:
         in_line_s(run, "all_reduce", whole, tp, fitted),
     )
     sends = Sends.of(run, fitted)
-    found = []
-    for i in range(run.pp):
+    at = (0, 0 if run.folded else run.pp - 1)
+    known: dict[tuple[object, ...], Stage] = {}  # most stages are alike
+
+    def stage(i: int) -> Stage:
         n = run.layers(i)
         piece, wire = total * n, exposed * n
-        for end, at, end_wire in zip(ends, (0, 0 if run.folded else run.pp - 1), end_wires, strict=True):
-            if i == at:
+        for end, its, end_wire in zip(ends, at, end_wires, strict=True):
+            if i == its:
                 piece, wire = piece + end, wire + end_wire
         wire += _sends_s(run, i, piece.forward_s, sends, fitted)
         weight_s = piece.weight_s + _accumulate_s(run, i, fitted)
-        found.append(Stage(piece.forward_s, piece.input_s + again * n, weight_s, wire))
+        return Stage(piece.forward_s, piece.input_s + again * n, weight_s, wire)
+
+    found = []
+    for i in range(run.pp):
+        key = (run.layers(i), i % sends.near, (i + 1) % sends.near, i == 0, i == run.pp - 1)
+        if key not in known:
+            known[key] = stage(i)
+        found.append(known[key])
     return found
 
 
@@ -131,47 +141,49 @@ def _accumulate_s(run: Run, stage: int, fitted: Fitted) -> float:
 def _update_s(run: Run, stage: int, fitted: Fitted) -> float:
     """The optimizer: gradient, master weight and moments read, the latter written, a 16-bit copy; norm and clearing."""
     local = run.weights(stage) / (run.axes["data"].size if run.zero else 1)
-    traffic = 4 * 4 + 3 * 4 + 2 + 3 * run.reduce_bytes
+    traffic = (8 + run.moment_bytes) + (4 + run.moment_bytes) + 2 + 3 * run.reduce_bytes
     return float(memory_bound_s(local * traffic, run.profile)) + fitted.step_s
 
 
-Bubble = Callable[[Run, list[Stage], int], float]
-"""Seconds that a stage waits in a step when all of its own work is never late."""
+Bubble = Callable[[Run, list[Stage], list[float], int], float]
+"""Seconds that a stage waits in a step when all of its own work is never late. The list: seconds of the stages up to
+each, from 0 to all."""
 
 
 def _critical(run: Run, found: list[Stage]) -> tuple[Stage, float]:
     """The stage that sets the pace, and its waiting."""
-    waits = [_BUBBLES[run.schedule](run, found, i) for i in range(run.pp)]
+    upto_s = [0.0, *itertools.accumulate(s.total_s for s in found)]
+    waits = [_BUBBLES[run.schedule](run, found, upto_s, i) for i in range(run.pp)]
     slowest = max(range(run.pp), key=lambda i: run.microbatches * found[i].total_s + waits[i])
     return found[slowest], waits[slowest]
 
 
-def _one_by_one(run: Run, found: list[Stage], stage: int) -> float:
-    return sum(s.total_s for s in found) - found[stage].total_s
+def _one_by_one(run: Run, found: list[Stage], upto_s: list[float], stage: int) -> float:
+    return upto_s[-1] - found[stage].total_s
 
 
-def _alternating(run: Run, found: list[Stage], stage: int) -> float:
+def _alternating(run: Run, found: list[Stage], upto_s: list[float], stage: int) -> float:
     # Stages before pass the first micro-batch down and the last one up. The way to the last stage and back is filled by
     # forwards before the first backward comes, and by backwards after the last forward has gone.
-    after = found[stage + 1 :]
-    away_s, mine = sum(s.total_s for s in after), found[stage]
+    after, away_s, mine = len(found) - stage - 1, upto_s[-1] - upto_s[stage + 1], found[stage]
     forward_s = mine.forward_s + mine.exposed_s / 2
     filled = (forward_s, mine.total_s - forward_s)
-    return sum(s.total_s for s in found[:stage]) + sum(max(away_s - len(after) * s, 0.0) for s in filled)
+    return upto_s[stage] + sum(max(away_s - after * s, 0.0) for s in filled)
 
 
-def _chunked(run: Run, found: list[Stage], stage: int) -> float:
-    return _one_by_one(run, found, stage) / run.virtual
+def _chunked(run: Run, found: list[Stage], upto_s: list[float], stage: int) -> float:
+    return _one_by_one(run, found, upto_s, stage) / run.virtual
 
 
-def _weights_fill(run: Run, found: list[Stage], stage: int) -> float:
+def _weights_fill(run: Run, found: list[Stage], upto_s: list[float], stage: int) -> float:
     # Each of the p - 1 steps down and up the pipeline leaves a gap, which two weight gradients shorten.
-    return max(_one_by_one(run, found, stage) - 2 * (run.pp - 1) / run.pp * sum(s.weight_s for s in found), 0.0)
+    filled_s = 2 * (run.pp - 1) / run.pp * sum(s.weight_s for s in found)
+    return max(_one_by_one(run, found, upto_s, stage) - filled_s, 0.0)
 
 
-def _filled(run: Run, found: list[Stage], stage: int) -> float:
+def _filled(run: Run, found: list[Stage], upto_s: list[float], stage: int) -> float:
     # What no work is there to fill: about one micro-batch of a stage.
-    return _one_by_one(run, found, stage) / max(run.pp - 1, 1)
+    return _one_by_one(run, found, upto_s, stage) / max(run.pp - 1, 1)
 
 
 _BUBBLES: Mapping[str, Bubble] = {

@@ -72,9 +72,15 @@ class StageMemory:
 
 
 def state_bytes(
-    zero: int, ranks: int, precision: str = "bf16", gradient_bytes: float = 2, copied: float = 0, fsdp: bool = False
+    zero: int,
+    ranks: int,
+    precision: str = "bf16",
+    gradient_bytes: float = 2,
+    copied: float = 0,
+    fsdp: bool = False,
+    moments: float = 8,
 ) -> StateBytes:
-    """Bytes a parameter with Adam.
+    """Bytes a parameter, with Adam where `moments` is 8.
 
     16-bit training: 2 of weights, `gradient_bytes` of gradients, 12 of master weights and two moments; fp32: 4, 4, 8.
     copied: bytes of 16-bit gradients widened for the update, sharded like the moments.
@@ -82,9 +88,9 @@ def state_bytes(
     Source:  Rajbhandari et al. 2020: 4 + 12/N, 2 + 14/N and 16/N bytes for levels 1, 2 and 3. Megatron-LM's
              distributed optimizer: 4 + 16/N with fp16 gradients (4 of them copied), 6 + 12/N with fp32 ones.
     """
-    weights, gradients, optimizer = 2.0, float(gradient_bytes), 12.0 + copied
+    weights, gradients, optimizer = 2.0, float(gradient_bytes), 4.0 + moments + copied
     if precision == "fp32" or fsdp:
-        weights, gradients, optimizer = 4.0, 4.0, 8.0
+        weights, gradients, optimizer = 4.0, 4.0, float(moments)
     return StateBytes(
         weights / (ranks if zero >= 3 else 1),
         gradients / (ranks if zero >= 2 else 1),
@@ -166,7 +172,9 @@ def stage_memory(run: Run, stage: int) -> StageMemory:
 def _states(run: Run) -> StateBytes:
     gradients = run.reduce_bytes + (2 if run.apart else 0)
     copied = 4 if run.widened else 0
-    return state_bytes(run.zero, run.axes["data"].size, run.precision, gradients, copied, run.sharded_trainer)
+    ranks, fsdp = run.axes["data"].size, run.sharded_trainer
+    level = 1 if run.zero == 2 and not run.reduce_each else run.zero  # whole gradients wait for the step's end
+    return state_bytes(level, ranks, run.precision, gradients, copied, fsdp, run.moment_bytes)
 
 
 def peak_memory(run: Run) -> StageMemory:

@@ -34,6 +34,8 @@ class Run:
              reduce_bytes: width of a reduced gradient. apart: 16-bit gradients are kept beside the fp32 sum of them.
              widened: 16-bit gradients are copied to fp32 for the update.
              overlap: collectives of tensor and data parallelism, and sends between chunks, run beside compute.
+             reduce_each: ZeRO-2 without a pipeline reduces gradients in every micro-batch, as FSDP does.
+             moment_bytes: of the optimizer a parameter, beside the master weights: 8 with Adam's two moments.
              prefetch: ZeRO-3 gathers the next layer, and reduces the last one, beside compute. flat_ring: its rings
              cross nodes at every hop, so that each device's port carries the whole buffer.
     Raises:  PlanError: see the module.
@@ -67,6 +69,8 @@ class Run:
     prefetch: bool = True
     flat_ring: bool = False
     racks: int = 1
+    reduce_each: bool = True
+    moment_bytes: float = 8
 
     def __post_init__(self) -> None:
         devices, product = self.nodes * self.devices, self.tp * self.pp * self.cp * self.dp
@@ -91,7 +95,7 @@ class Run:
     @property
     def sharded_trainer(self) -> bool:
         """Parameters are stored in shards, and each layer is gathered where it is used: ZeRO-2 and 3 as in FSDP."""
-        return self.zero >= 2 and self.pp == 1
+        return self.zero >= (2 if self.reduce_each else 3) and self.pp == 1
 
     @property
     def folded(self) -> bool:
@@ -120,10 +124,9 @@ class Run:
         return float(sum(self.stage_layers[stage :: self.pp]))
 
     @property
-    def kinds(self) -> list[tuple[bool, float]]:
+    def kinds(self) -> tuple[tuple[bool, float], ...]:
         """(has experts, share of the layers) of each kind of layer."""
-        share = sum(map(self.model.has_experts, range(self.model.layers))) / self.model.layers
-        return [(moe, part) for moe, part in ((True, share), (False, 1 - share)) if part]
+        return _kinds(self.model)
 
     def layer_weights(self, moe: bool) -> float:
         """Parameters of a layer on one rank."""
@@ -138,6 +141,12 @@ class Run:
         total = self.layers(stage) * sum(share * self.layer_weights(moe) for moe, share in self.kinds)
         total += table + model.positions * model.hidden if first else 0.0
         return total + (table if last and not (first and model.tied) else 0.0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kinds(model: Transformer) -> tuple[tuple[bool, float], ...]:
+    share = sum(map(model.has_experts, range(model.layers))) / model.layers
+    return tuple((moe, part) for moe, part in ((True, share), (False, 1 - share)) if part)
 
 
 @functools.lru_cache(maxsize=4096)

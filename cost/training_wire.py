@@ -76,7 +76,7 @@ class Sends:
     def of(run: Run, fitted: Fitted) -> Sends:
         near = math.prod(ranks for level, ranks in run.axes["pp"].spans if level == 0)
         size = activation_message_bytes(run) / run.tp
-        inside, link = run.profile.link(0), run.profile.link(1)
+        inside, link = run.profile.link(0).among(2), run.profile.link(1)
         alone = max(link.bandwidth_bytes_per_s, PORT_BYTES_PER_S)
         rate = min(link.bandwidth_bytes_per_s * near, alone)
         return Sends(near, size / inside.bandwidth_bytes_per_s + fitted.send_sync_s, size / rate + fitted.send_sync_s)

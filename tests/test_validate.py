@@ -8,8 +8,10 @@ import pytest
 
 from autopar.cli import main
 from autopar.errors import PlanError
-from autopar.validate import predict, report, spearman, summary
-from autopar.validate_rows import read
+from autopar.validate import Predicted, predict, report, spearman, summary
+from autopar.validate_framework import framework_of
+from autopar.validate_rows import Published, read
+from autopar.validate_run import run_of
 
 DATA = Path(__file__).parent / "cost" / "data" / "published_runs.csv"
 
@@ -54,6 +56,23 @@ def test_ranks(published):
     assert data["time"]["all"]["spearman"] >= 0.99
     assert data["groups"]["n"] >= 45
     assert data["groups"]["median_spearman"] >= 0.95
+    assert data["groups"]["mean_spearman"] >= 0.68
+    assert data["groups"]["pairs"]["right"] >= 0.82 * data["groups"]["pairs"]["n"]
+
+
+def test_groups_are_listed_and_pooled():
+    def row(group, measured, predicted):
+        return Predicted(Published("a", "b", group=group, step_time_s=measured), predicted)
+
+    right = [row("one", 1.0, 2.0), row("one", 2.0, 3.0), row("one", 2.02, 2.9), row("one", 4.0, 5.0)]
+    wrong = [row("two", 1.0, 3.0), row("two", 2.0, 2.0), row("two", 3.0, 1.0)]
+    small = [row("three", 1.0, 3.0), row("three", 2.0, 2.0)]
+    groups = summary([*right, *wrong, *small])["groups"]
+    assert groups["by_group"] == {"two": [3, -1.0], "one": [4, pytest.approx(0.8)]}
+    assert groups["mean_spearman"] == pytest.approx(-0.1)
+    assert groups["weighted_spearman"] == pytest.approx((0.8 * 6 - 3) / 9)
+    assert -1 < groups["pooled_spearman"] < 0.8
+    assert groups["pairs"] == {"n": 8, "right": 5}  # the pair that is 1 % apart does not count
 
 
 def test_memory_and_outcomes(published):
@@ -176,12 +195,70 @@ def test_wrong_figures_name_file_row_and_field(tmp_path, changes, message):
         ({"model_family": "moe"}, "experts not stated"),
         ({"precision": "fp8"}, "precision fp8 has no profile"),
         ({"schedule": "sideways", "pp": "2", "dp": "4"}, "schedule 'sideways' is none of"),
+        ({"ep": "4", "model_family": "moe", "note": "experts=8 top_k=2"}, "expert parallel"),
+        ({"note": "LoRA of rank 16"}, "LoRA: only adapters are trained"),
+        ({"model_family": "t5"}, "encoder and decoder"),
+        ({"tp": "0"}, "field 'tp' contradicts: it is 0"),
+        ({"grad_accum": "4"}, "field 'grad_accum' contradicts: micro_seqs x grad_accum x dp = 32, global_seqs = 8"),
+        ({"heads": "8", "kv_heads": "3"}, "field 'kv_heads' contradicts: 3 does not divide the 8 heads"),
+        ({"zero": "4"}, "field 'zero' contradicts: level 4"),
+        ({"outcome": "oom"}, "field 'outcome' contradicts: out of memory, and a step of 1 s"),
+        ({"outcome": "maybe"}, "field 'outcome' contradicts: 'maybe' is neither"),
+        ({"params_b": "8", "model_family": "dense-llama"}, "field 'params_b' contradicts: 8 billion"),
     ],
 )
 def test_rows_that_cannot_be_expressed_are_listed(tmp_path, changes, reason):
     [row] = report([csv(tmp_path, **changes)])["rows"]
     assert row["reason"].startswith(reason)
     assert row["predicted_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "named"),
+    [
+        ({"framework": "NeMo"}, "megatron", True),
+        ({"framework": "jax"}, "xla", True),
+        ({"framework": "nemo", "note": "FSDP"}, "megatron", True),  # the column outranks the note, the note the source
+        ({"note": "FSDP FULL_SHARD", "source": "megatron"}, "fsdp", True),
+        ({"note": "NeMo defaults to ZeRO-1"}, "megatron", True),
+        ({"source": "torchtitan_h200"}, "fsdp", True),
+        ({"source": "nemotron_report", "tp": 2}, "megatron", False),
+        ({"zero": 3, "precision": "bf16"}, "fsdp", False),
+        ({"zero": 3, "precision": "fp16"}, "megatron", False),
+        ({"zero": 3, "precision": "bf16", "tp": 4}, "megatron", False),
+        ({}, "megatron", False),
+    ],
+)
+def test_framework(changes, name, named):
+    row = Published(**({"id": "a", "source": "somebody_2027"} | changes))
+    found, is_named = framework_of(row)
+    assert (found.name, is_named) == (name, named)
+
+
+def test_a_framework_that_is_not_named_is_an_assumption(tmp_path):
+    [row] = report([csv(tmp_path, zero="3")])["rows"]
+    assert "framework fsdp" in row["assumed"]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("A100 40GB", "a100-sxm-40gb"),
+        ("A100-PCIe-80GB", "a100-pcie-80gb"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
+        ("V100", "v100-sxm-16gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("DGX H200", "h200-sxm"),
+        ("GB200 NVL72", "gb200"),
+        ("HGX B200", "b200"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_devices_by_other_spellings(tmp_path, device, name):
+    found = read([csv(tmp_path, device=device)])
+    run, _ = run_of(found.rows[0], found.rows)
+    assert run.profile.name == name
 
 
 def test_files_of_no_known_form(tmp_path, capsys):

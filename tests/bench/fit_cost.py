@@ -132,13 +132,18 @@ class Constants:
         scales = [(d, figure, values[f"{d} {figure}"] / getattr(_example(d), figure)) for d, figure in _PROFILE]
         changed: dict[int, Profile] = {}
 
-        def profile(old: Profile) -> Profile:
-            if id(old) not in changed:
-                new = {f: getattr(old, f) * scale for d, f, scale in scales if old.name.startswith(d)}
-                changed[id(old)] = replace(old, **new)
-            return changed[id(old)]
+        def run(old: Run) -> Run:
+            profile = changed.get(id(old.profile))
+            if profile is None:
+                new = {f: getattr(old.profile, f) * scale for d, f, scale in scales if old.profile.name.startswith(d)}
+                profile = changed[id(old.profile)] = replace(old.profile, **new)
+            return replace(old, profile=profile)
 
-        return np.array([step_time(replace(c.run, profile=profile(c.run.profile)), fitted).total_s for c in of])
+        known: dict[int, float] = {}  # rows of one configuration share their run
+        for case in of:
+            if id(case.run) not in known:
+                known[id(case.run)] = step_time(run(case.run), fitted).total_s
+        return np.array([known[id(case.run)] for case in of])
 
 
 def _example(device: str) -> Profile:
@@ -157,10 +162,21 @@ def fit(of: Sequence[Case], rounds: int, constants: Constants, show: bool = True
     def loss(e: np.ndarray, x: np.ndarray) -> float:
         return float(weight @ np.sqrt(e**2 + 0.02**2) + 0.2 * np.sum(((x - constants.start) / _PULL) ** 2))
 
+    def slopes_at(x: np.ndarray, e: np.ndarray, felt: np.ndarray) -> np.ndarray:
+        """felt: which constants (columns) each case (rows) depends on at all."""
+        found = np.zeros(felt.shape)
+        for i, unit in enumerate(np.eye(len(x))):
+            some = np.flatnonzero(felt[:, i])
+            predicted = constants.predict(x + step * unit, [of[case] for case in some])
+            found[some, i] = (np.log(predicted) - measured[some] - e[some]) / step
+        return found
+
     e = errors(x)
     best, damping, step = loss(e, x), 1.0, 0.03
+    felt = np.ones((len(of), len(x)), dtype=bool)
     for number in range(rounds):
-        slopes = np.stack([(errors(x + step * unit) - e) / step for unit in np.eye(len(x))], axis=1)
+        slopes = slopes_at(x, e, felt)
+        felt = slopes != 0
         w = weight / np.sqrt(e**2 + 0.03**2)
         normal = (slopes * w[:, None]).T @ slopes + np.diag(np.full(len(x), 0.4 / _PULL**2))
         pull = -(slopes * w[:, None]).T @ e - 0.4 * (x - constants.start) / _PULL**2
@@ -173,7 +189,8 @@ def fit(of: Sequence[Case], rounds: int, constants: Constants, show: bool = True
             damping *= 4
         else:
             break
-        x, e, gain, best = y, e_y, best - loss(e_y, y), loss(e_y, y)
+        gain = best - loss(e_y, y)
+        x, e, best = y, e_y, best - gain
         damping = max(damping / 3, 0.01)
         if show:
             print(f"round {number}: loss {best:.3f}, median error {np.median(np.abs(np.expm1(e))):.2%}", flush=True)

@@ -82,6 +82,13 @@ def test_switch_adds_from_five_ranks_on():
     assert collective_s("all_gather", 1e12, axis((0, 8)), switch) == pytest.approx(0.875e12 / 100e9, rel=1e-4)
 
 
+def test_without_a_switch_two_ranks_share_one_wire():
+    wires = dataclasses.replace(TWO_LEVELS, links=(dataclasses.replace(INNER, peers=7), OUTER))
+    pair, eight = (Axis("x", n, None, ((0, n),), 1) for n in (2, 8))
+    assert collective_s("all_gather", 1e9, eight, wires) == collective_s("all_gather", 1e9, eight, TWO_LEVELS)
+    assert collective_s("all_gather", 1e9, pair, wires) == pytest.approx(1e-6 + 0.5 * 1e9 / (100e9 / 7))
+
+
 def test_small_packets_then_bulk():
     link = Link("wire", 100e9, 1e-6, bulk_latency_s=50e-6, small_fraction=0.5)
     profile = dataclasses.replace(H100, links=(link,))

@@ -14,7 +14,7 @@ from autopar.errors import MeshError
 PROFILES = Path(hardware.__file__).parent / "profiles"
 NAMES = set(
     "a100-pcie-40gb a100-pcie-80gb a100-sxm-40gb a100-sxm-80gb b200 cpu gb200 h100-96gb-hbm2e-500w h100-pcie h100-sxm "
-    "h200-sxm h800-sxm mi300x v100-sxm-16gb".split()
+    "h200-sxm h800-sxm mi300x v100-sxm-16gb v100-sxm-32gb".split()
 )
 
 
@@ -157,6 +157,17 @@ SPEC = "[spec] vendor"
         ),
         (put("speed", 3), "unknown field 'speed'"),
         (put("memory_bytes", "source", "a guess"), "'memory_bytes' has source 'a guess'"),
+        (put("memory_bytes", "value", 80), "'memory_bytes' is 80; it is read in bytes, and looks like GB"),
+        (
+            put("peak_flop_per_s", "bf16", "value", 989.0),
+            "'peak_flop_per_s.bf16' is 989; it is read in FLOP/s, and looks",
+        ),
+        (put("memory_bandwidth_bytes_per_s", "value", 3350.0), "is 3350; it is read in bytes/s, and looks like GB/s"),
+        (
+            put("links", 0, "latency_s", "value", 1.3),
+            r"'links\[0\].latency_s' is 1.3; it is read in seconds, and looks",
+        ),
+        (put("links", 0, "peers", {"value": -1, "source": SPEC}), r"'links\[0\].peers' is -1; it must be at least 0"),
     ],
 )
 def test_wrong_file_names_file_and_field(tmp_path, change, text):
@@ -164,6 +175,19 @@ def test_wrong_file_names_file_and_field(tmp_path, change, text):
         load_profile(write(tmp_path, change))
     assert str(error.value).startswith("mine.json: ")
     assert "\n" not in str(error.value)
+
+
+def test_a_reserve_of_all_memory(tmp_path):
+    with pytest.raises(MeshError, match="field 'reserve_bytes' is 90000000000, not below"):
+        load_profile(write(tmp_path, put("reserve_bytes", "value", 90_000_000_000)))
+
+
+def test_without_a_switch_a_small_group_has_few_wires():
+    link = load_profile("mi300x").link(0)
+    assert link.among(8) is link
+    assert link.among(2).bandwidth_bytes_per_s == link.bandwidth_bytes_per_s / 7
+    assert link.among(5).bandwidth_bytes_per_s == pytest.approx(link.bandwidth_bytes_per_s * 4 / 7)
+    assert load_profile("h100-sxm").link(0).among(2) is load_profile("h100-sxm").link(0)
 
 
 @pytest.mark.parametrize(("content", "text"), [("[1]", "the file is list"), ("{", "not JSON"), ("null", "NoneType")])
