@@ -8,6 +8,7 @@ ATen ops.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +65,11 @@ class FusedGroup(nn.Module):
             return self.aten(*inputs)
 
 
-def run(code: Code, inputs: tuple[Tensor, ...], *, interpret: bool = False) -> tuple[Tensor, ...]:
-    """Allocate the outputs and launch the kernel.
+def run(
+    code: Code, inputs: tuple[Tensor, ...], *, interpret: bool = False, into: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """Allocate the outputs and launch the kernel. into: write there instead, an output after the other, in the kernel's
+    strides; an input may be among them where each element is made of its own place alone.
 
     Raises: what Triton raises when a kernel does not build.
     """
@@ -78,6 +82,8 @@ def run(code: Code, inputs: tuple[Tensor, ...], *, interpret: bool = False) -> t
     outputs = [
         torch.empty_strided(b.shape, b.strides, dtype=b.dtype, device=device) for b in kernel.buffers[kernel.inputs :]
     ]
+    for place, given in zip(code.writes, into, strict=bool(into)):
+        outputs[place] = given
     named |= {f"y{i}": y for i, y in enumerate(outputs)}
     for i, (shape, kind) in enumerate(printed.partials):
         named[f"p{i}"] = torch.empty(shape, dtype=_TORCH[kind], device=device)

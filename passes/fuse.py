@@ -11,13 +11,18 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.codegen.build import build
 from autopar.codegen.cluster import Group, clusters, is_barrier
 from autopar.codegen.group import Code, FusedGroup
+from autopar.codegen.tiles import moved_bytes
 from autopar.codegen.triton_text import print_kernel
-from autopar.codegen.views import base_of, view_of, viewed
+from autopar.codegen.views import SPLITS, base_of, given, packet, view_of, viewed
 from autopar.program import record, set_record
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Fuse:
     """How the groups run: "kernel" on a GPU, "interpreter" or "aten" without."""
 
     def run(self, module: GraphModule) -> GraphModule:
+        cast_in_buckets(module.graph)
         groups = clusters(module.graph)
         if not groups:
             return module
@@ -40,6 +46,26 @@ class Fuse:
         found = GraphModule(module, graph)
         found.meta.update(module.meta)
         return found
+
+
+def cast_in_buckets(graph: Graph) -> None:
+    """What goes flat into a bucket is cast there, so one kernel casts and packs: flat(cast(x)) is cast(flat(x))."""
+    for bucket in graph.find_nodes(op="call_function", target=aten.cat.default):
+        for flat in bucket.all_input_nodes:
+            cast = flat.args[0] if flat.target in (aten.reshape.default, aten.view.default) else None
+            if not isinstance(cast, Node) or cast.target is not aten._to_copy.default or len(cast.users) != 1:
+                continue
+            source = given(cast)[0]
+            if not source.meta["val"].is_contiguous() or len(flat.users) != 1:
+                continue
+            with graph.inserting_before(flat):
+                view = graph.call_function(flat.target, (source, flat.args[1]))
+                view.meta = {**source.meta, "val": source.meta["val"].view(flat.meta["val"].shape)}
+                made = graph.call_function(cast.target, (view,), dict(cast.kwargs), name=cast.name)
+                made.meta = {**cast.meta, "val": flat.meta["val"]}
+            flat.replace_all_uses_with(made)
+            graph.erase_node(flat)
+            graph.erase_node(cast)
 
 
 class _Rewrite:
@@ -113,6 +139,22 @@ class _Rewrite:
             item = self.graph.call_function(operator.getitem, (made, i), name=node.name)
             item.meta = dict(node.meta)
             self.copies[node] = item
+
+
+def one_group(module: GraphModule, mode: str) -> FusedGroup:
+    """A whole graph of pointwise ops and reductions as one kernel; its outputs are the graph's.
+
+    Raises: Unfusable, NotLinear, TooWide: it cannot be one; the message says why.
+    """
+    members = [
+        n for n in module.graph.nodes if n.op == "call_function" and view_of(n) is None and packet(n) not in SPLITS
+    ]
+    results = given(next(iter(reversed(module.graph.nodes))))[0]
+    outputs = list(dict.fromkeys(map(base_of, results if isinstance(results, (tuple, list)) else (results,))))
+    built = build(members, outputs)
+    group = Group(tuple(members), tuple(outputs), built, moved_bytes(built.kernel))
+    reads, aten = aten_graph(module, group)
+    return FusedGroup(aten, code_of(group, reads), mode)
 
 
 def aten_graph(module: GraphModule, group: Group) -> tuple[list[Node], GraphModule]:

@@ -18,6 +18,10 @@ def gated(x, y):
     return F.silu(x) * y
 
 
+def gelu_gated(x, y):
+    return F.gelu(x, approximate="tanh") * y
+
+
 def empty(*shape):
     return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -28,6 +32,9 @@ def kernels():
     return {
         "residual_norm": one_kernel(residual_norm, wide, wide, rows, rows).code,
         "gated": one_kernel(with_gradients(gated, 2), wide, wide, wide).code,
+        "gelu_gated": one_kernel(
+            with_gradients(lambda x, y: F.gelu(x, approximate="tanh") * y, 2), wide, wide, wide
+        ).code,
         "odd": one_kernel(residual_norm, empty(33, 77), empty(33, 77), empty(77), empty(77)).code,
         "column_sums": one_kernel(lambda x, y: ((x * y).sum(0), x * y), wide, wide).code,
         "swept": one_kernel(lambda x, w: torch.softmax(x * w, -1), empty(64, 128256), empty(128256)).code,
@@ -37,7 +44,7 @@ def kernels():
     }
 
 
-@pytest.mark.parametrize("name", ["residual_norm", "gated", "odd", "column_sums", "swept", "dropout"])
+@pytest.mark.parametrize("name", ["residual_norm", "gated", "gelu_gated", "odd", "column_sums", "swept", "dropout"])
 def test_no_spills_and_wide_reads(kernels, name):
     for number, launch in enumerate(kernels[name].printed.launches):
         made = for_cuda(kernels[name], launch, 90)
@@ -45,6 +52,12 @@ def test_no_spills_and_wide_reads(kernels, name):
         if name != "odd" and number == 0:
             assert made.widest_load_bytes == 16
     assert byte_ratio(kernels[name]) <= (1.51 if name == "swept" else 1.05)  # such rows are read twice
+
+
+@pytest.mark.parametrize("name", ["gated", "gelu_gated"])
+def test_a_gated_unit_and_its_backward_move_each_number_once(kernels, name):
+    """Two inputs, the gradient; the product and two gradients: one kernel for all."""
+    assert sum(b.size_bytes for b in kernels[name].kernel.buffers) == 6 * 2048 * 1024 * 2
 
 
 @pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)])

@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.codegen.build import build
-from autopar.codegen.cluster import Group
 from autopar.codegen.demand import known
 from autopar.codegen.group import Code, FusedGroup
-from autopar.codegen.tiles import moved_bytes
-from autopar.codegen.views import SPLITS, base_of, packet, view_of
-from autopar.passes.fuse import aten_graph, code_of
+from autopar.codegen.views import SPLITS, packet, view_of
+from autopar.passes.fuse import one_group
 
 
 def trace(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
@@ -30,16 +27,10 @@ def one_kernel(function: Callable[..., Any], *inputs: Tensor) -> FusedGroup:
     Raises: Unfusable: it cannot be one kernel.
     """
     module = trace(function, *inputs)
-    calls = [n for n in module.graph.nodes if n.op == "call_function"]
-    members = [n for n in calls if view_of(n) is None and packet(n) not in SPLITS]
-    unknown = [n.name for n in members if not known(n) and "getitem" not in n.name]
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and view_of(n) is None]
+    unknown = [n.name for n in calls if not known(n) and packet(n) not in SPLITS and "getitem" not in n.name]
     assert not unknown, f"no formula for {unknown}"
-    results = next(iter(reversed(module.graph.nodes))).args[0]
-    outputs = list(dict.fromkeys(map(base_of, results if isinstance(results, (tuple, list)) else (results,))))
-    built = build(members, outputs)
-    group = Group(tuple(members), tuple(outputs), built, moved_bytes(built.kernel))
-    reads, aten = aten_graph(module, group)
-    return FusedGroup(aten, code_of(group, reads), "interpreter")
+    return one_group(module, "interpreter")
 
 
 def with_gradients(function: Callable[..., Tensor], count: int) -> Callable[..., tuple[Tensor, ...]]:

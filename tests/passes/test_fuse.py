@@ -9,6 +9,7 @@ from autopar.codegen.group import FusedGroup
 from autopar.passes.fuse import Fuse
 from autopar.runtime.moves import move
 from tests.codegen.lowered import gpt, llama, lower_function, lower_model
+from tests.codegen.traced import trace
 from tests.passes.local_group import one_rank
 
 
@@ -106,3 +107,23 @@ def test_what_no_formula_is_known_for_stays():
     found = Fuse().run(graphs.forward)
     assert any("lgamma" in n.name for n in found.graph.nodes)
     assert len(fused(found)) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bucket_is_cast_and_packed_by_one_kernel(ranks):
+    """Parts of any shape, in rows of a rank each (a reduce-scatter's) or in one."""
+
+    def pack(*parts):
+        rows = [x.to(torch.bfloat16).reshape([-1] if ranks == 1 else [ranks, -1]) for x in parts]
+        return torch.cat(rows, len(rows[0].shape) - 1).reshape(-1)
+
+    parts = torch.randn(6, 4), torch.randn(4), torch.randn(2, 5, 2)
+    graph = trace(pack, *parts)
+    found = Fuse("interpreter").run(graph)
+    (group,) = fused(found)
+    least = sum(x.numel() for x in parts) * (4 + 2)
+    assert sum(b.size_bytes for b in group.code.kernel.buffers) == least
+    # Triton's interpreter cuts bfloat16 off where devices round
+    torch.testing.assert_close(found(*parts), pack(*parts), rtol=2**-7, atol=0)
+    assert group.mode == "interpreter"
+    assert not found.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
