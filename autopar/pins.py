@@ -24,7 +24,6 @@ _PLACEMENT = re.compile(r"[IR]|S\(\d+(,\d+)?\)")
 NOT_YET: Mapping[str, tuple[object, ...]] = {
     "ep": (1,),
     "cp": (1,),
-    "schedule": tuple(SCHEDULES[:-3]),
 }
 """Values that the runtime can keep at this version, for the keys where it can't keep all."""
 
@@ -121,6 +120,8 @@ def parse_pins(pin: Mapping[str, Any] | None) -> Pins:
         if possible is not None and value not in possible:
             instead = f"; it can keep {', '.join(map(str, possible))}" if possible else ""
             raise PlanError(f"pin {key}={value!r}: this version of autopar cannot run it yet{instead}")
+    if pin.get("schedule") in SCHEDULES[-3:] and degrees.get("pp", 1) < 2:
+        raise PlanError(f"pin schedule={pin['schedule']!r}: needs stages on several ranks; pin pp=2 or more, too")
     zero = pin.get("zero")
     if "zero_ranks" in pin and (not zero or degrees.get("dp", 1) % pin["zero_ranks"]):
         raise PlanError(

@@ -113,7 +113,17 @@ _FIELDS: dict[str, Check] = {
             "peak_memory_bytes": listing(_figure),
             "memory": schema.figures,
             "breakdown_s": schema.figures,
-        }
+        },
+        {
+            "sends": listing(
+                record(
+                    {"source": _count, "reader": _count, "size_bytes": _figure, "back_bytes": _figure}
+                    | {"time_s": _figure, "back_time_s": _figure}
+                )
+            ),
+            "weight_versions": listing(_positive),
+            "staleness": listing(_count),
+        },
     ),
     # A solve that was cut short may have no bound; JSON has no infinity, so it is null then.
     "solver": record(
@@ -140,7 +150,9 @@ class Plan:
              ops: by stable name: strategy (an option an axis), inputs and outputs (a placement an axis for each
              tensor), read (the same for values it takes in another layout), class, flop, bytes, time_s,
              communication_s.
-             predicted, solver: figures of the cost model and of the solve. notes: lines for people. pins: what the
+             predicted, solver: figures of the cost model and of the solve. Of a pipeline predicted has sends, too: what
+             one stage gives another for a micro-batch; of an asynchronous one, weight_versions and staleness (the most
+             updates that gradients are behind) of each stage. notes: lines for people. pins: what the
              user decided.
     Raises:  PlanError: a field is refused; the message starts with its path.
     """

@@ -56,6 +56,7 @@ def summary(plan: Plan) -> Panel:
         "degrees": "  ".join(f"{role} {degree}" for role, degree in plan.degrees.items()),
         "zero": f"{plan.zero}  offload {plan.offload}  recompute {modes or 'none'}",
         "schedule": f"{plan.schedule}, {plan.microbatches} micro-batches, {plan.virtual_stages} virtual stages",
+        "staleness": _versions(predicted),
         "step": f"{seconds(predicted['step_time_s'])} predicted, {predicted['tokens_per_s']:,.0f} tokens/s, "
         f"{predicted['tflops_per_device']:.4g} TFLOP/s a device, MFU {100 * predicted['mfu']:.3g} %",
         "time": _amounts(predicted["breakdown_s"], seconds),
@@ -233,6 +234,13 @@ def _peaks(peaks: Sequence[float]) -> str:
     if len(peaks) < 2:
         return f"{size(peaks[0])} a device" if peaks else ""
     return f"{size(max(peaks))} a device (stages: {', '.join(map(size, peaks))})"
+
+
+def _versions(predicted: Mapping[str, Any]) -> str:
+    if "staleness" not in predicted:
+        return ""
+    behind, kept = (", ".join(map(str, predicted[name])) for name in ("staleness", "weight_versions"))
+    return f"gradients at most {behind} updates behind, {kept} versions of the weights (by stage)"
 
 
 def _gap(gap: float | None) -> str:

@@ -7,7 +7,7 @@ A plan prices each op for a whole batch, forward and backward together, and coll
 slowest stage. So here: an op's seconds go to the stage that runs it, a micro-batch takes its share of them, and of a
 training step a third each goes to forward, input gradient and weight gradient (a quarter, twice that and a quarter
 where all is recomputed). What is exposed of collectives, and the optimizer, are shared out like the ops' seconds.
-A plan says nothing of the sends between stages: they take no time here.
+Sends between stages take what the plan says of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from autopar.plan import Plan
 from autopar.schedule import Schedule, build
 from autopar.schedule.asynchronous import staleness
 from autopar.schedule.check import check
+from autopar.solver.pipeline_figures import with_sends
+from autopar.solver.sends import Send
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -136,15 +138,14 @@ def simulate_plan(plan: Plan) -> Simulated:
     recomputed = "full" in plan.recompute.values()
     parts = (RECOMPUTED if recomputed else THIRDS) if plan.model["training"] else (1.0, 0.0, 0.0)
     forward_s, input_grad_s, weight_grad_s = (busy_s * part for part in parts)
-    timeline = simulate(
-        schedule,
-        StageTimes(
-            forward_s=forward_s,
-            input_grad_s=input_grad_s,
-            weight_grad_s=weight_grad_s,
-            optimizer_s=optimizer_s if plan.model["training"] else 0.0,
-        ),
+    compute = StageTimes(
+        forward_s=forward_s,
+        input_grad_s=input_grad_s,
+        weight_grad_s=weight_grad_s,
+        optimizer_s=optimizer_s if plan.model["training"] else 0.0,
     )
+    sends = [Send(**send) for send in plan.predicted.get("sends", ())]
+    timeline = simulate(schedule, with_sends(compute, sends, schedule.depth))
 
     peaks = np.broadcast_to(np.asarray(plan.predicted["peak_memory_bytes"] or [0.0], dtype=np.float64), (stages,))
     held = check(schedule).in_flight_by_stage if plan.model["training"] else [1] * schedule.stages

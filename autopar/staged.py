@@ -39,7 +39,8 @@ from autopar.rules.decisions import Decisions
 from autopar.runtime.module import Lowered
 from autopar.runtime.parameters import as_dtensor
 from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.pipeline_program import PipelineProgram, Result, StageProgram, Stages
+from autopar.runtime.pipeline_asynchronous import AsynchronousPipeline
+from autopar.runtime.pipeline_program import PipelineProgram, Result, StageProgram, Stages, renumbered
 from autopar.runtime.process_mesh import ProcessMesh
 from autopar.schedule.build import build
 from autopar.schedule.table import INPUT_GRAD
@@ -89,7 +90,7 @@ def owners_of(plan: Plan, prepared: Prepared) -> dict[str, tuple[int, ...]]:
     for stage in cut:
         for source in stage.sources:
             if source.kind == "parameter":
-                found[source.path].add(schedule.placement[stage.index])
+                found[source.path].update(schedule.ranks_of(stage.index))
     return {path: tuple(sorted(ranks)) or (0,) for path, ranks in found.items()}
 
 
@@ -118,7 +119,7 @@ class _Builder:
 
     def build(self) -> Lowered:
         first = self.local(0)
-        known: dict[int, Stages] = {0: self.cut(first)}
+        known: dict[int, tuple[StageProgram, ...]] = {0: self.cut(first)}
         known[self.count - 1] = self.cut(self.local(self.count - 1))
         middle = range(1, self.count - 1)
         if len(middle) > 1:  # what depends on the place in the batch does so linearly: equal ends, equal middles
@@ -128,30 +129,35 @@ class _Builder:
                 known |= dict.fromkeys(middle, shared)
             else:
                 known |= {k: self.cut(p) for k, p in zip((middle[0], middle[-1]), ends, strict=True)}
-        stages = tuple(known[k] if k in known else self.cut(self.local(k)) for k in range(self.count))
+        cut = [known[k] if k in known else self.cut(self.local(k)) for k in range(self.count)]
+        stages: tuple[Stages, ...] = tuple(cut)
+        if self.schedule.replicas > 1:
+            moved = {id(s): {path: renumbered(s, path) for path in self.firsts} for s in cut}
+            stages = tuple(moved[id(s)][self.schedule.path(k)[0]] for k, s in enumerate(cut))
         run = {
             (s, k): self.function(stages[k][s])
             for k in range(self.count)
-            for s in range(len(self.plan.stages))
+            for s in self.schedule.path(k)
             if self.schedule.placement[s] == self.rank
         }
         program = PipelineProgram(
             sources=first.sources,
             stages=stages,
             run=run,
-            results=self.results(stages),
+            results=self.results(cut[0]),
             outputs=len(first.sinks),
             constants=self.constants(first),
             loss=None if self.staging.gather else loss_of(self.prepared.program, self.analysis.grads),
             reductions=self.reductions or {},
-            owners=self.owners(stages),
+            owners=self.owners(cut[0]),
             forward_only=not first.training,
         )
         if self.dump is not None:
-            for stage in stages[0]:
+            for stage in cut[0]:
                 self.dump.write("stage", stage.program)
         sinks = {i: (*self.wraps[i], "plain") for i in program.results}
-        return Lowered(first, Pipeline(program, self.schedule, self.staging.mesh), sinks)
+        kind = AsynchronousPipeline if self.schedule.asynchronous else Pipeline
+        return Lowered(first, kind(program, self.schedule, self.staging.mesh), sinks)
 
     @property
     def splits(self) -> bool:
@@ -173,7 +179,12 @@ class _Builder:
         self.reductions = reductions
         return replace(program, graph=on_device(program.graph, self.staging.mesh.device))
 
-    def cut(self, program: Program) -> Stages:
+    @property
+    def firsts(self) -> range:
+        """The first stage of each replica."""
+        return range(0, self.schedule.stages, self.schedule.depth)
+
+    def cut(self, program: Program) -> tuple[StageProgram, ...]:
         stages = Stage(self.stage_of, len(self.plan.stages)).run(program)
         cast = self.staging.cast
         return stages if cast is None else tuple(replace(s, program=cast.run(s.program)) for s in stages)
@@ -219,8 +230,8 @@ class _Builder:
         leaves = list(pytree.tree_leaves(self.prepared.program.output.args[0]))
         return {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Node)}
 
-    def results(self, stages: Stages | tuple[Stages, ...]) -> dict[int, Result]:
-        stage_of = {sink: stage.index for stage in stages[0] for sink in stage.sinks}  # type: ignore[union-attr]
+    def results(self, stages: tuple[StageProgram, ...]) -> dict[int, Result]:
+        stage_of = {sink: stage.index for stage in stages for sink in stage.sinks}
         loss = None if self.staging.gather else loss_of(self.prepared.program, self.analysis.grads)
         found = {}
         for i, value in self.sinks():
@@ -238,6 +249,7 @@ class _Builder:
                 grad=grad,
                 shared=left and loss is not None and dtype != torch.bool,
                 wrap=self.wrap(i) if left else None,
+                buffer=self.prepared.program.sinks[i].kind == "buffer",
             )
         return found
 
@@ -245,11 +257,11 @@ class _Builder:
         parts, layout = self.wraps[sink]
         return lambda value: as_dtensor(value, parts, layout, self.staging.mesh)
 
-    def owners(self, stages: tuple[Stages, ...]) -> dict[str, tuple[int, ...]]:
+    def owners(self, stages: tuple[StageProgram, ...]) -> dict[str, tuple[int, ...]]:
         found: dict[str, set[int]] = {}
-        for stage, source in ((at, s) for at in stages[0] for s in at.sources):
+        for stage, source in ((at, s) for at in stages for s in at.sources):
             if source.kind == "parameter":
-                found.setdefault(source.path, set()).add(self.schedule.placement[stage.index])
+                found.setdefault(source.path, set()).update(self.schedule.ranks_of(stage.index))
         everywhere = tuple(range(self.schedule.ranks))
         inputs = {
             s.path: everywhere

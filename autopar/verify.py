@@ -32,6 +32,7 @@ from autopar.program import OutputRef, Program, record
 from autopar.request import topology_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.process_mesh import connect_world, ensure_process_group
+from autopar.schedule.build import KINDS
 from autopar.trial import LOSS_FIELD, Inputs, Loss, Trained, cast, leaves, train
 
 DTYPES = {
@@ -129,6 +130,10 @@ def verify(
         alone = Mesh("1", device=topology.device)
         expected = run(_seeded(parallel(alone, exact, pin=None, outputs="gather")), exact)
     m = _seeded(parallel(mesh, wanted, plan=plan, outputs=outputs, precision=precision, dump_dir=dump_dir))
+    if KINDS[m.plan.schedule].asynchronous:
+        raise PlanError(
+            f"verify: schedule {m.plan.schedule} applies stale gradients and does not equal one device; pin another"
+        )
     got = run(m, wanted)
     truth = expected
     if wanted == torch.float32:

@@ -58,7 +58,12 @@ def divide(
     Args:    mesh: the real axes. batch: classes of parts that are the batch (`Roles.batch`).
     Raises:  PlanError: a value needs the whole batch, or a shard of a micro-batch would be empty.
     """
-    return _Divider(analysis, decisions, mesh, batch, microbatches).divide()
+    try:
+        return _Divider(analysis, decisions, mesh, batch, microbatches).divide()
+    except PlanError:
+        if microbatches > 1:
+            raise
+    return _Divider(analysis, decisions, mesh, frozenset(), microbatches).divide()  # one sees the whole batch
 
 
 class _Whole(Exception):

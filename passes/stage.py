@@ -93,7 +93,7 @@ class _Cutter:
             if inputs[0] in self.late or _primitive(node) in LATE:
                 self.late.add(node)
             return
-        free = node not in self.parameters and not _is_product(node)
+        free = node not in self.parameters and not is_product(node)
         if free and all(self.home[n] is None for n in inputs):
             self.home[node] = None
             return
@@ -225,7 +225,7 @@ def _passes_gradient(node: Node) -> bool:
     return not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
 
 
-def _is_product(node: Node) -> bool:
+def is_product(node: Node) -> bool:
     return any(word in _name(node).split(".")[0] for word in PRODUCTS)
 
 

@@ -55,6 +55,17 @@ def test_a_pipeline_waits_as_its_schedule_does() -> None:
     assert [rank["bubble"] for rank in data["ranks"]] == pytest.approx([3 / 11] * 4)
 
 
+def test_sends_take_what_the_plan_says() -> None:
+    figures = pipeline().to_dict()["predicted"]
+    send = {"size_bytes": 1.0, "back_bytes": 1.0, "time_s": 0.001, "back_time_s": 0.002}
+    figures["sends"] = [{"source": s, "reader": s + 1, **send} for s in range(3)]
+    found = simulate_plan(pipeline(predicted=figures))
+    slower = found.timeline.step_time_s - simulate_plan(pipeline()).timeline.step_time_s
+    assert slower >= 3 * (0.001 + 0.002) - 1e-12  # of the first micro-batch, and of the last one's gradient
+    figures["sends"] = [{"source": 0, "reader": 3, **send, "time_s": 0.05}]  # past two stages, longer than through them
+    assert simulate_plan(pipeline(predicted=figures)).timeline.step_time_s > found.timeline.step_time_s + 0.02
+
+
 def test_recomputation_and_evaluation() -> None:
     again = simulate_plan(pipeline(recompute={"Layer": "full"}))
     assert again.input_grad_s == pytest.approx(2 * again.forward_s)

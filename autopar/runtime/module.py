@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from autopar.errors import RuntimeMismatchError
+from autopar.errors import PlanError, RuntimeMismatchError
 from autopar.layout import Layout, Parts, shard_of
 from autopar.plan import Plan
 from autopar.precision import Precision
@@ -32,6 +32,7 @@ from autopar.runtime.pipeline_state import count_norms_over_stages, full_tensors
 from autopar.runtime.process_mesh import ProcessMesh
 from autopar.runtime.random import Draws, drawing
 from autopar.runtime.zero import Lifetime, Wholes
+from autopar.schedule.build import KINDS
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.plan = plan
         self._owners = dict(owners or {}) if mesh.line is not None else {}
+        self._asynchronous = mesh.line is not None and KINDS[plan.schedule].asynchronous
         self._mesh, self._lower, self._shards, self._batch_axes = mesh, lower, shards, batch_axes
         self._cache: dict[Any, Lowered] = {}
         self._first = True
@@ -145,6 +147,14 @@ class ParallelModule(nn.Module):
         if self._mesh.device_mesh is None:
             return
         key = (self.training, str(spec), tuple(map(_described, leaves)))
+        if self._asynchronous:
+            if key in self._cache:
+                return  # to compare would be to wait for the last stage
+            if self.training and any(training for training, *_ in self._cache):
+                raise PlanError(
+                    f"schedule {self.plan.schedule}: an asynchronous pipeline trains on batches of one shape, since "
+                    f"gradients of earlier calls are on their way; leave out a smaller last batch. Here: {_short(key)}"
+                )
         mine = [digest(re.sub(r" at 0x[0-9a-f]+", "", str(key)))]  # where an object lies in memory says nothing
         if self._first:
             mine += [value_digest(x) for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]

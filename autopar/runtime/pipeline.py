@@ -26,6 +26,7 @@ from autopar.errors import PlanError
 from autopar.layout import chunk
 from autopar.runtime.moves import gradient_of, transfer
 from autopar.runtime.pipeline_program import PipelineProgram, Result
+from autopar.runtime.pipeline_results import joined
 from autopar.runtime.pipeline_rounds import Event, events
 from autopar.runtime.pipeline_step import Step
 from autopar.runtime.process_mesh import ProcessMesh
@@ -69,7 +70,8 @@ class Pipeline:
 
     def edges(self, microbatch: int) -> list[tuple[int, int, bool]]:
         found: dict[tuple[int, int], bool] = {}
-        for stage in self.program.stages[microbatch]:
+        stages = self.program.stages[microbatch % len(self.program.stages)]
+        for stage in (stages[s] for s in self.schedule.path(microbatch)):
             for source, value in stage.receives:
                 found[source, stage.index] = found.get((source, stage.index), False) or value.grad
         return [(a, b, grad) for (a, b), grad in sorted(found.items())]
@@ -83,11 +85,14 @@ class Pipeline:
         training = torch.is_grad_enabled() and (outside or not self.program.forward_only)
         paths = [k for k, v in held.items() if training and v.requires_grad]
         anchor = torch.zeros((), requires_grad=True)  # a rank without parameters gives a differentiable loss, too
-        call = _Call(self, held, paths, training)
+        call = self.call(held, paths, training)
         if not training:
             return self.wrapped(call.forward())
         outputs = _Run.apply(call, anchor, *(held[k] for k in paths))  # type: ignore[no-untyped-call]  # torch's
         return self.wrapped(dict(zip(sorted(self.program.results), outputs, strict=True)))
+
+    def call(self, held: Mapping[str, torch.Tensor], paths: Sequence[str], training: bool) -> Call:
+        return Call(self, held, paths, training)
 
     def reduced(self, path: str, value: torch.Tensor) -> torch.Tensor:
         """The value as the stages read it; the gradient of all micro-batches together is reduced once."""
@@ -118,18 +123,26 @@ class Pipeline:
         )
 
 
-class _Call:
+class Call:
     """One call: the step that runs it, and what `backward` still has to do."""
 
     def __init__(
         self, pipeline: Pipeline, held: Mapping[str, torch.Tensor], paths: Sequence[str], training: bool
     ) -> None:
         self.pipeline, self.paths, self.training = pipeline, paths, training
-        wanted = set(paths)
-        self.leaves = {k: v.detach().requires_grad_(k in wanted) for k, v in held.items()}
-        program = pipeline.program
-        self.step = Step(program, pipeline.line, pipeline.schedule.placement, self.leaves, keep=training)
+        self.leaves = self.make_leaves(held)
+        self.step = self.make_step()
         self.seeded = 1.0
+        self.grads: dict[str, torch.Tensor | None] = {}
+        """By path, once the backwards have run."""
+
+    def make_leaves(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        wanted = set(self.paths)
+        return {k: v.detach().requires_grad_(k in wanted) for k, v in held.items()}
+
+    def make_step(self) -> Step:
+        pipeline = self.pipeline
+        return Step(pipeline.program, pipeline.line, pipeline.schedule.placement, self.leaves, keep=self.training)
 
     def forward(self) -> dict[int, torch.Tensor]:
         pipeline, program = self.pipeline, self.pipeline.program
@@ -191,29 +204,33 @@ class _Call:
         sizes = list(result.flat)
         first, length = chunk(sizes[part], self.pipeline.schedule.microbatches, k)
         cut = gradient.reshape(sizes).narrow(part, first, length)
-        stage = self.pipeline.program.stages[k][result.stage]
+        stage = self.step.stage(self.pipeline.schedule.path(k)[result.stage], k)
         fake = _output(stage, sink)
         return cut.reshape(fake)
 
     def taken(self) -> list[torch.Tensor | None]:
         """The gradients of `paths`, which this object then forgets: `.grad` may take them over."""
-        out = []
+        taken, self.grads = self.grads, {}
+        return [taken.get(path) for path in self.paths]
+
+    def collect(self) -> None:
+        """Take the gradients from where they gathered."""
         for path in self.paths:
             leaf = self.leaves[path]
-            out.append(leaf.grad)
-            leaf.grad = None
-        return out
+            self.grads[path], leaf.grad = leaf.grad, None
 
     def finish(self) -> None:
-        """Sum the gradients of parameters that stages of several ranks share, and let the step go."""
+        """Collect the gradients, sum those of parameters that stages of several ranks share, let the step go."""
         pipeline = self.pipeline
         pipeline.most_in_flight = self.step.most_in_flight
+        self.collect()
         line = pipeline.line
         for path, owners in sorted(pipeline.program.owners.items()):
             leaf = self.leaves.get(path)
             if line is None or len(owners) < 2 or line.index not in owners or leaf is None or not leaf.requires_grad:
                 continue
-            mine = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+            gradient = self.grads.get(path)
+            mine = torch.zeros_like(leaf) if gradient is None else gradient.contiguous()
             parts = {owner: mine if owner == line.index else torch.empty_like(mine) for owner in owners}
             operations = [
                 dist.P2POp(op, mine if op is dist.isend else parts[owner], line.ranks[owner])
@@ -227,51 +244,12 @@ class _Call:
             total = parts[owners[0]]  # in one order on all owners: the copies of the parameter stay equal
             for owner in owners[1:]:
                 total = total + parts[owner]
-            leaf.grad = total
+            self.grads[path] = total
 
     def joined(self, sink: int) -> torch.Tensor:
         """All micro-batches of an output as one tensor, on every rank."""
         pipeline, result = self.pipeline, self.pipeline.program.results[sink]
-        parts = self.step.results.get(sink)
-        value = None
-        if parts is not None:
-            value = _join(result, [parts[k] for k in sorted(parts)])
-        owner = pipeline.schedule.placement[result.stage]
-        line = pipeline.line
-        if line is None or len(line.ranks) == 1:
-            assert value is not None
-            return value
-        if result.shared:
-            return value if value is not None else torch.zeros((), dtype=result.dtype, device=self.step.device).expand(
-                result.shape
-            )  # fmt: skip
-        if value is None:
-            value = torch.empty(result.shape, dtype=result.dtype, device=self.step.device)
-        sent = value.to(torch.uint8) if value.dtype == torch.bool else value.contiguous()
-        if sent.numel():
-            self.step.guard(
-                lambda: dist.broadcast(sent, line.ranks[owner], group=line.group),
-                f"output {sink} of stage {result.stage}",
-            )
-        return sent.to(value.dtype)
-
-
-def _join(result: Result, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    if result.placement.kind == "P":
-        total = parts[0]
-        for other in parts[1:]:
-            total = total + other
-        return total
-    if result.placement.kind != "S":
-        return parts[0]
-    part = result.placement.part
-    opened = []
-    for tensor in parts:
-        sizes = list(result.flat)
-        others = math.prod(n for j, n in enumerate(sizes) if j != part)
-        sizes[part] = tensor.numel() // others if others else 0
-        opened.append(tensor.reshape(sizes))
-    return torch.cat(opened, part).reshape(result.shape)
+        return joined(result, self.step.results.get(sink, {}), pipeline.schedule, pipeline.line, self.step)
 
 
 def _output(stage: Any, sink: int) -> tuple[int, ...]:
@@ -282,7 +260,7 @@ def _output(stage: Any, sink: int) -> tuple[int, ...]:
 
 class _Run(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         results = call.forward()

@@ -7,7 +7,7 @@ then those of `receives`, and gives those of `sends`, then those of `sinks`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,18 +48,33 @@ class StageProgram:
         return tuple(v for s, v in self.receives if s == stage)
 
 
-Stages = tuple[StageProgram, ...]
-"""All stages of one micro-batch, those of other ranks included: both ends of a message read the same table."""
+Stages = tuple[StageProgram, ...] | Mapping[int, StageProgram]
+"""All stages of one micro-batch by number, those of other ranks included: both ends of a message read the same table.
+Numbers are those of the schedule's table: a micro-batch of its second replica has the stages from `depth` on."""
+
+
+def renumbered(stages: tuple[StageProgram, ...], first: int) -> Stages:
+    """The same stages counted from `first`: those of another replica."""
+    return {
+        first + stage.index: replace(
+            stage,
+            index=first + stage.index,
+            receives=tuple((first + source, value) for source, value in stage.receives),
+            sends=tuple((value, tuple(first + reader for reader in readers)) for value, readers in stage.sends),
+        )
+        for stage in stages
+    }
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
     """One output of the model.
 
-    Fields:  stage: that gives it. placement: how it lies on the micro-batches: P is summed, S is joined, I and R are
-             the same in each. flat: sizes of the parts of one rank's value, all micro-batches joined. shape, dtype: of
-             that value. grad: is it differentiable? shared: left where it lies, as a DTensor that is zero on the other
-             pipeline ranks, so that nothing is sent unasked. wrap: makes a DTensor of it.
+    Fields:  stage: that gives it, counted in one replica. placement: how it lies on the micro-batches: P is summed, S
+             is joined, I and R are the same in each. flat: sizes of the parts of one rank's value, all micro-batches
+             joined. shape, dtype: of that value. grad: is it differentiable? shared: left where it lies, as a DTensor
+             that is zero on the other pipeline ranks, so that nothing is sent unasked. wrap: makes a DTensor of it.
+             buffer: a buffer's new value.
     """
 
     stage: int
@@ -70,6 +85,7 @@ class Result:
     grad: bool
     shared: bool = False
     wrap: Callable[[torch.Tensor], Any] | None = None
+    buffer: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,9 @@ messages. Refused, with a `PlanError`: a table in which ranks wait for each othe
 Every action gets a round, as if each took one unit of time. What an action makes is sent in its round, and received in
 the same round: the sends and receives of a round are one batch, and all ranks go through the rounds in one order. So
 the batch that a rank waits in is one that its partners reach without waiting for it.
+
+In an asynchronous table a gradient may be taken in a later call than the one that makes it: both ranks post it in the
+call that makes it.
 """
 
 from __future__ import annotations
@@ -76,13 +79,14 @@ def _messages(
             if forward in present and reader in present:
                 needs[reader].append(forward)
                 gives[forward].append(Message(k, "F", source, target))
-            for made in ("B", "I"):
-                back = Action(target, made, k)
-                for work in ("B", "I"):
-                    waiting = Action(source, work, k)
-                    if grad and back in present and waiting in present:
-                        needs[waiting].append(back)
-                        gives[back].append(Message(k, "B", target, source))
+            for back in (Action(target, made, k) for made in "BI"):
+                if not grad or back not in present:
+                    continue
+                waiting = [a for a in (Action(source, work, k) for work in "BI") if a in present]
+                for action in waiting:
+                    needs[action].append(back)
+                if waiting or schedule.asynchronous:  # else it is taken in a later call
+                    gives[back].append(Message(k, "B", target, source))
     return needs, gives
 
 

@@ -8,6 +8,7 @@ up at every call, so any way of importing `clip_grad_norm_` is served. Modules w
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -70,7 +71,10 @@ class _StageNorm:
             if p.grad is not None
         }
 
-    def total(self, grads: list[torch.Tensor], norm_type: float, *rest: Any) -> torch.Tensor:
+    def total(
+        self, grads: list[torch.Tensor], norm_type: float, *rest: Any, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """grads: those counted here. dtype: of the answer: that of all gradients, which scales each copy alike."""
         mine = _TORCHS(grads, norm_type, *rest)
         mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
         mine = mine.to(self.line.device_mesh.device_type)
@@ -78,7 +82,7 @@ class _StageNorm:
         dist.all_gather(known, mine.double(), group=self.line.group)
         norms = torch.stack(known)
         total = norms.max() if math.isinf(norm_type) else torch.linalg.vector_norm(norms, norm_type)
-        return total.to(mine.dtype if grads else torch.get_default_dtype())
+        return total.to(dtype or (mine.dtype if grads else torch.get_default_dtype()))
 
 
 _TORCHS: Callable[..., torch.Tensor] = clip_grad._get_total_norm
@@ -98,7 +102,9 @@ def _total_norm(tensors: Any, norm_type: float = 2.0, *rest: Any, **more: Any) -
     if found is None:
         return _TORCHS(grads, norm_type, *rest, **more)
     counted = found.gradients()
-    return found.total([g for g in grads if counted.get(id(g), True)], float(norm_type), *rest, *more.values())
+    mine = [g for g in grads if counted.get(id(g), True)]
+    dtype = functools.reduce(torch.promote_types, (g.dtype for g in grads)) if grads else None
+    return found.total(mine, float(norm_type), *rest, *more.values(), dtype=dtype)
 
 
 def _module_of(grads: Iterable[torch.Tensor]) -> _StageNorm | None:

@@ -82,9 +82,23 @@ class Step:
                 continue
             self.at = event.action
             self.act(event.action)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for what this rank has sent."""
         for work, _ in self.sending:
             self.wait(work, "its own sends")
         self.sending.clear()
+
+    def stage(self, index: int, k: int) -> StageProgram:
+        return self.program.stages[k % len(self.program.stages)][index]
+
+    def function(self, index: int, k: int) -> Callable[..., tuple[Any, ...]]:
+        return self.program.run[index, k % len(self.program.stages)]
+
+    def leaves_of(self, k: int) -> Mapping[str, torch.Tensor]:
+        """The values that a micro-batch runs with."""
+        return self.leaves
 
     def act(self, action: Action) -> None:
         if action.work == "F":
@@ -99,7 +113,7 @@ class Step:
     # work
 
     def forward(self, index: int, k: int) -> None:
-        stage = self.program.stages[k][index]
+        stage = self.stage(index, k)
         leaves: list[tuple[int, Value, torch.Tensor]] = []
         taken = {s: self.take(Message(k, "F", s, index)) for s in dict.fromkeys(s for s, _ in stage.receives)}
         for source, value in stage.receives:
@@ -107,8 +121,9 @@ class Step:
             if value.grad and self.keep:
                 tensor = tensor.detach().requires_grad_()
             leaves.append((source, value, tensor))
-        inputs = [self.leaves[s.path] for s in stage.sources]
-        outputs = self.program.run[index, k](*inputs, *(t for _, _, t in leaves))
+        held = self.leaves_of(k)
+        inputs = [held[s.path] for s in stage.sources]
+        outputs = self.function(index, k)(*inputs, *(t for _, _, t in leaves))
         for (value, readers), output in zip(stage.sends, outputs, strict=False):
             for reader in readers:
                 self.outbox.setdefault(Message(k, "F", index, reader), []).append(output.detach())
@@ -123,23 +138,23 @@ class Step:
         self.hand_over(stage, k, "F")
 
     def backward(self, index: int, k: int) -> None:
-        stage, held = self.program.stages[k][index], self.held.pop((index, k))
+        stage, held = self.stage(index, k), self.held.pop((index, k))
         self.in_flight -= 1
         roots, seeds = self.roots(stage, held, k)
-        wanted = [t for _, v, t in held.leaves if v.grad] + self.parameters(stage)
+        wanted = [t for _, v, t in held.leaves if v.grad] + self.parameters(stage, k)
         if roots and wanted:
             torch.autograd.backward(roots, seeds, inputs=wanted)
         del roots, seeds
         self.give_back(stage, k, held, [t.grad for _, v, t in held.leaves if v.grad])
 
     def input_gradient(self, index: int, k: int) -> None:
-        stage, held = self.program.stages[k][index], self.held[index, k]
+        stage, held = self.stage(index, k), self.held[index, k]
         held.roots, held.seeds = self.roots(stage, held, k)
         wanted = [t for _, v, t in held.leaves if v.grad]
         grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if held.roots and wanted:
-            splits = getattr(self.program.run[index, k], "splits", False)
-            keep = bool(self.parameters(stage)) and not splits
+            splits = getattr(self.function(index, k), "splits", False)
+            keep = bool(self.parameters(stage, k)) and not splits
             deferred: contextlib.AbstractContextManager[list[Later]] = (
                 inputs_only() if splits else contextlib.nullcontext([])
             )
@@ -151,19 +166,20 @@ class Step:
         self.give_back(stage, k, held, grads)
 
     def weight_gradient(self, index: int, k: int) -> None:
-        stage, held = self.program.stages[k][index], self.held.pop((index, k))
+        stage, held = self.stage(index, k), self.held.pop((index, k))
         self.in_flight -= 1
-        wanted = self.parameters(stage)
+        wanted, leaves = self.parameters(stage, k), self.leaves_of(k)
         if held.roots and wanted:
             torch.autograd.backward(held.roots, held.seeds, inputs=wanted)
         for later in held.later:
             for position, gradient in later.gradients().items():
-                leaf = self.leaves[stage.sources[position].path]
+                leaf = leaves[stage.sources[position].path]
                 if leaf.requires_grad:
                     leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
-    def parameters(self, stage: StageProgram) -> list[torch.Tensor]:
-        return [self.leaves[s.path] for s in stage.sources if self.leaves[s.path].requires_grad]
+    def parameters(self, stage: StageProgram, k: int) -> list[torch.Tensor]:
+        leaves = self.leaves_of(k)
+        return [leaves[s.path] for s in stage.sources if leaves[s.path].requires_grad]
 
     def roots(self, stage: StageProgram, held: _Held, k: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs with their gradients: what their readers sent back, and the seeds of the model's own outputs."""
@@ -240,10 +256,10 @@ class Step:
 
     def values(self, message: Message) -> Sequence[Value]:
         """What a message carries, in order; the same on both sides."""
-        stages = self.program.stages[message.microbatch]
         if message.kind == "F":
-            return stages[message.target].values_from(message.source)
-        return [v for v in stages[message.source].values_from(message.target) if v.grad]
+            return self.stage(message.target, message.microbatch).values_from(message.source)
+        source = self.stage(message.source, message.microbatch)
+        return [v for v in source.values_from(message.target) if v.grad]
 
     def buffer(self, value: Value) -> torch.Tensor:
         return torch.empty(value.shape, dtype=value.dtype, device=self.device)

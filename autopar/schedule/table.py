@@ -161,6 +161,10 @@ class Schedule:
         """The stages of a rank, in order."""
         return tuple(s for s, r in enumerate(self.placement) if r == rank)
 
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a stage of one replica: one for each replica."""
+        return self.placement[stage :: self.depth]
+
     def path(self, microbatch: int) -> range:
         """The stages that a micro-batch runs through, in the order of its forward."""
         replica = microbatch % self.replicas

@@ -20,9 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from autopar.cost.simulate import StageTimes, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import LogicalMesh, Mesh, with_pipeline
 from autopar.passes.microbatch import divide
@@ -30,12 +27,14 @@ from autopar.plan import Plan
 from autopar.program import Program, record
 from autopar.rules.analyse import Analysis
 from autopar.rules.call import is_getitem
+from autopar.schedule.asynchronous import versions_kept
 from autopar.schedule.build import KINDS, build
 from autopar.schedule.check import check
-from autopar.schedule.table import Schedule
 from autopar.solver.decide import decide
+from autopar.solver.pipeline_figures import predicted, weight_bytes
 from autopar.solver.report import axis_entry
 from autopar.solver.search import Found
+from autopar.solver.sends import stage_sends
 from autopar.solver.settings import Settings
 
 MICROBATCHES_A_STAGE = 4
@@ -51,6 +50,8 @@ class Cell:
     time_s: float
     state_bytes: float
     activation_bytes: float
+    weight_bytes: float = 0.0
+    """Of one more version of the weights, in asynchronous pipelines."""
 
 
 def pipeline_plan(
@@ -69,40 +70,52 @@ def pipeline_plan(
     microbatches = pinned_count or _microbatches(analysis, found, ranks)
     try:
         decisions = decide(found.built, found.solution.options, sinks)
-        divide(analysis, decisions, found.mesh, found.built.roles.batch, microbatches)
+        divided = divide(analysis, decisions, found.mesh, found.built.roles.batch, microbatches)
     except PlanError as error:
         if pinned_count or microbatches == 1:
             raise
         microbatches = 1  # nothing is divided, and ranks wait for each other: the only way for this model
+        divided = divide(analysis, decisions, found.mesh, found.built.roles.batch, microbatches)
         plan = replace(plan, notes=(*plan.notes, f"one micro-batch: {error}"))
     schedule = build(name, ranks, virtual, microbatches)
-    held = check(schedule).in_flight_by_stage
-    cells = cells_of(plan, analysis, found, schedule.stages)
+    counts = check(schedule).in_flight_by_stage
+    held = [max(counts[s :: schedule.depth]) for s in range(schedule.depth)]  # of the fuller replica
+    copies = [versions_kept(schedule, s) - 1 for s in range(schedule.depth)]
+    weights = weight_bytes(plan, analysis, decisions, found.mesh.sizes) if schedule.asynchronous else {}
+    cells = cells_of(plan, analysis, found, schedule.depth, weights)
     pinned = given.get("stages")
-    limit = settings.memory_bytes / virtual
+    limit = settings.memory_bytes / (virtual * schedule.replicas)
     if pinned is not None:
-        sizes = _pinned(pinned, cells, schedule.stages)
+        sizes = _pinned(pinned, cells, schedule.depth)
     else:
         share = [min(1.0, n / microbatches) for n in held]
-        sizes = balance(cells, schedule.stages, limit, share)
+        sizes = balance(cells, schedule.depth, limit, share, copies)
     mesh = with_pipeline(found.mesh, topology, ranks)
     stages, at = [], 0
     seconds = []
-    states, activations = [], []
+    states, activations, versions = [], [], []
+    stage_of: dict[str, int] = {}
     for s, size in enumerate(sizes):
         inside = cells[at : at + size]
         seconds.append(sum(c.time_s for c in inside))
         states.append(sum(c.state_bytes for c in inside))
         activations.append(sum(c.activation_bytes for c in inside) * min(1.0, held[s] / microbatches))
-        devices = [r for r in range(mesh.size) if mesh.coordinate(r)[-1] == schedule.placement[s]]
+        versions.append(sum(c.weight_bytes for c in inside) * copies[s])
+        devices = [r for r in range(mesh.size) if mesh.coordinate(r)[-1] in schedule.ranks_of(s)]
         stages.append({"blocks": [c.name for c in inside], "devices": devices})
+        stage_of |= {op: s for cell in inside for op in cell.ops}
         at += size
-    predicted = _predicted(plan, seconds, schedule) | {
-        "peak_memory_bytes": [a + b for a, b in zip(states, activations, strict=True)],
-        "memory": {"parameters_gradients_optimizer": states, "activations": activations},
+    by_node = {n: stage_of[record(op.node).op] for n, op in analysis.ops.items() if record(op.node).op in stage_of}
+    sends = stage_sends(
+        analysis, divided.decisions, (microbatches, *found.mesh.sizes), by_node, mesh.axes[-1], found.built.profile
+    )
+    figures = predicted(plan, seconds, schedule, sends) | {
+        "peak_memory_bytes": [sum(bytes_) for bytes_ in zip(states, activations, versions, strict=True)],
+        "memory": {"parameters_gradients_optimizer": states, "activations": activations}
+        | ({"weight_versions": versions} if schedule.asynchronous else {}),
     }
     axis = axis_entry(mesh.axes[-1], found.built)
-    return _with_stages(plan, mesh, axis, stages, name, microbatches, virtual, predicted, settings)
+    return _with_stages(plan, mesh, axis, stages, name, microbatches, virtual, figures, settings)
 
 
 def _with_stages(
@@ -113,7 +126,7 @@ def _with_stages(
     name: str,
     microbatches: int,
     virtual: int,
-    predicted: Mapping[str, Any],
+    figures: Mapping[str, Any],
     settings: Settings,
 ) -> Plan:
     ranks, topology = mesh.axes[-1].size, mesh.topology
@@ -137,32 +150,9 @@ def _with_stages(
         virtual_stages=virtual,
         stages=tuple(stages),
         ops=ops,
-        predicted=predicted,
+        predicted=figures,
         pins=dict(settings.pins.given),
     )
-
-
-def _predicted(plan: Plan, seconds: Sequence[float], schedule: Schedule) -> dict[str, Any]:
-    """The inner plan's figures for a pipeline whose step is simulated; seconds: of a whole batch by stage."""
-    old = dict(plan.predicted)
-    ranks = schedule.ranks
-    total = sum(seconds) or 1.0
-    seconds = [s * old["step_time_s"] / total for s in seconds]  # moves between ops are shared out like the ops
-    rank_s = max(sum(seconds[s] for s in schedule.held(r)) for r in range(ranks))
-    third = np.array(seconds) / schedule.microbatches / 3  # forward, and the two halves of the backward
-    times = StageTimes(forward_s=third, input_grad_s=third, weight_grad_s=third)
-    step = float(simulate(schedule, times).step_time_s)
-    ratio = old["step_time_s"] / step if step else 1.0
-    share = rank_s / old["step_time_s"] if old["step_time_s"] else 1.0
-    parts = {k: v * share for k, v in old["breakdown_s"].items()}
-    return {
-        **old,
-        "step_time_s": step,
-        "tokens_per_s": old["tokens_per_s"] * ratio,
-        "tflops_per_device": old["tflops_per_device"] * ratio / ranks,
-        "mfu": old["mfu"] * ratio / ranks,
-        "breakdown_s": {**parts, "bubble": max(0.0, step - rank_s)},
-    }
 
 
 def _microbatches(analysis: Analysis, found: Found, ranks: int) -> int:
@@ -188,8 +178,10 @@ def batch_size(analysis: Analysis, found: Found) -> int:
     return 1
 
 
-def cells_of(plan: Plan, analysis: Analysis, found: Found, stages: int) -> list[Cell]:
-    """Blocks in order; ops, when there are fewer blocks than stages."""
+def cells_of(
+    plan: Plan, analysis: Analysis, found: Found, stages: int, weights: Mapping[str, float] | None = None
+) -> list[Cell]:
+    """Blocks in order; ops, when there are fewer blocks than stages. weights: bytes of a parameter's copy, by node."""
     built, options = found.built, found.solution.options
     order = [n for n in analysis.program.calls if not is_getitem(n) and n.name in analysis.ops]
     blocks = [record(n).block for n in order]
@@ -209,7 +201,7 @@ def cells_of(plan: Plan, analysis: Analysis, found: Found, stages: int) -> list[
     cells = []
     saved = _activation_bytes(found)
     for name, (_, nodes) in zip(names, groups, strict=True):
-        time_s = state = activation = 0.0
+        time_s = state = activation = copied = 0.0
         for node in nodes:
             first = built.representative[node.name]
             price, index = built.op_prices[first], options[built.op_choice[first]]
@@ -221,9 +213,10 @@ def cells_of(plan: Plan, analysis: Analysis, found: Found, stages: int) -> list[
                     stored = built.representative[value]
                     if stored in built.storage_choice:
                         at = options[built.storage_choice[stored]]
+                        copied += (weights or {}).get(value, 0.0)
                         state += float(built.storage_prices[stored].memory_bytes[at])
                         time_s += float(built.storage_prices[stored].update_s[at])
-        cells.append(Cell(name, tuple(record(n).op for n in nodes), time_s, state, activation))
+        cells.append(Cell(name, tuple(record(n).op for n in nodes), time_s, state, activation, copied))
     return cells
 
 
@@ -248,21 +241,32 @@ def _activation_bytes(found: Found) -> dict[str, float]:
     return out
 
 
-def balance(cells: Sequence[Cell], stages: int, memory_bytes: float, share: Sequence[float]) -> list[int]:
-    """How many cells each stage takes; exact. share: of the activations of a whole batch that a stage holds at once.
+def balance(
+    cells: Sequence[Cell],
+    stages: int,
+    memory_bytes: float,
+    share: Sequence[float],
+    copies: Sequence[int] | None = None,
+) -> list[int]:
+    """How many cells each stage takes; exact.
 
+    Args:    share: of the activations of a whole batch that a stage holds at once. copies: of its weights that it
+             keeps beside the newest ones; None: none.
     Raises:  InfeasibleError: no division fits the memory.
     """
-    n = len(cells)
+    n, copies = len(cells), copies or [0] * stages
     time_s = list(itertools.accumulate((c.time_s for c in cells), initial=0.0))
-    state = list(itertools.accumulate((c.state_bytes for c in cells), initial=0.0))
-    activation = list(itertools.accumulate((c.activation_bytes for c in cells), initial=0.0))
+    sums = [
+        list(itertools.accumulate((getattr(c, what) for c in cells), initial=0.0))
+        for what in ("state_bytes", "activation_bytes", "weight_bytes")
+    ]
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, -1)}]
     for s in range(stages):
         row: dict[int, tuple[float, float, int]] = {}
         for j in range(s + 1, n - (stages - s - 1) + 1):
             for i, (worst, squares, _) in best[s].items():
-                if i >= j or state[j] - state[i] + (activation[j] - activation[i]) * share[s] > memory_bytes:
+                state, activation, weight = (of[j] - of[i] for of in sums)
+                if i >= j or state + activation * share[s] + weight * copies[s] > memory_bytes:
                     continue
                 mine = time_s[j] - time_s[i]
                 candidate = (max(worst, mine), squares + mine * mine, i)
@@ -270,7 +274,7 @@ def balance(cells: Sequence[Cell], stages: int, memory_bytes: float, share: Sequ
                     row[j] = candidate
         best.append(row)
     if n not in best[-1]:
-        least = min_peak(cells, stages, share)
+        least = min_peak(cells, stages, share, copies)
         raise InfeasibleError(
             f"no cut of {n} blocks into {stages} stages fits: the best one takes {least / 2**30:.2f} GiB on its "
             f"fullest stage, {(least - memory_bytes) / 2**30:.2f} GiB more than there are; "
@@ -284,16 +288,16 @@ def balance(cells: Sequence[Cell], stages: int, memory_bytes: float, share: Sequ
     return cuts[::-1]
 
 
-def min_peak(cells: Sequence[Cell], stages: int, share: Sequence[float]) -> float:
-    """Bytes of the fullest stage of the division that keeps it smallest."""
-    n = len(cells)
+def min_peak(cells: Sequence[Cell], stages: int, share: Sequence[float], copies: Sequence[int] | None = None) -> float:
+    """Bytes of the fullest stage of the division that keeps it smallest; arguments as `balance`."""
+    n, copies = len(cells), copies or [0] * stages
     best: list[dict[int, float]] = [{0: 0.0}]
     for s in range(stages):
         row: dict[int, float] = {}
         for i, peak in best[s].items():
             states = held = 0.0
             for j in range(i, n):
-                states += cells[j].state_bytes
+                states += cells[j].state_bytes + cells[j].weight_bytes * copies[s]
                 held += cells[j].activation_bytes * share[s]
                 row[j + 1] = min(row.get(j + 1, math.inf), max(peak, states + held))
         best.append(row)

@@ -141,7 +141,7 @@ def _handed_over(m, args):
     """Gradients are taken over, not copied."""
     loss = m(*args)
     call = loss.grad_fn.call
-    pointers = {leaf.grad.data_ptr() for leaf in call.leaves.values() if leaf.grad is not None}
+    pointers = {g.data_ptr() for g in call.grads.values() if g is not None}
     loss.backward()
     taken = [p.grad.to_local().data_ptr() in pointers for p in m.parameters()]
     m.zero_grad()

@@ -50,6 +50,29 @@ def test_stages_are_added_up_and_shared_gradients_counted_once() -> None:
     assert second == pytest.approx([84.0, total, 10.0, 12 * scale, 84 * scale])
 
 
+def copies(payload: dict[str, object]) -> list[float]:
+    """On two ranks, all parameters on both, in float64: the norm, and a gradient after clipping."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autopar.runtime.process_mesh import Line
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "pp"))
+    module = nn.Module()
+    module.register_parameter("both", nn.Parameter(torch.zeros(3, dtype=torch.float64)))
+    module.both.grad = torch.full((3,), 1 / 3, dtype=torch.float64)
+    pipeline_state.count_norms_over_stages(
+        module, Line(dist.get_rank(), (0, 1), mesh.get_group("pp"), mesh), {"both": (0, 1)}
+    )
+    norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    return [float(norm), float(module.both.grad[0])]
+
+
+def test_a_rank_that_counts_no_gradient_clips_its_copies_alike() -> None:
+    first, second = run_ranks_local("tests.runtime.test_pipeline_state:copies", 2, {}, 60, preload=CAPTURE)
+    assert first == second
+    assert first[0] == pytest.approx(math.sqrt(3) / 3, rel=1e-15)
+
+
 def test_without_a_pipeline_torchs_own_norm_is_asked() -> None:
     assert pipeline_state._TORCHS is not pipeline_state._total_norm
     assert float(clip_grad._get_total_norm([torch.tensor([3.0, 4.0])])) == 5.0

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 import autopar
+from autopar.cost.collective import collective_s
+from autopar.cost.hardware import load_profile
 from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.mesh import Axis, with_pipeline
 from autopar.models import GPT, GPTConfig
+from autopar.solver.report import mesh_of
 from autopar.solver.stages import Cell, balance, min_peak
 
 
@@ -99,6 +103,44 @@ def test_interleaved_stages_go_round_the_ranks() -> None:
     assert [s["devices"] for s in planned("2", pp=2, schedule="zb-v").stages] == [(0,), (1,), (1,), (0,)]
 
 
+def test_both_replicas_of_a_bidirectional_pipeline_have_the_same_stages() -> None:
+    plan = planned(pp=4, schedule="chimera", microbatches=4)
+    assert [s["devices"] for s in plan.stages] == [(0, 3), (1, 2), (1, 2), (0, 3)]
+    assert [len(s["blocks"]) for s in plan.stages] == [2, 1, 1, 2]
+    assert len(plan.predicted["peak_memory_bytes"]) == 4
+    assert sum(plan.predicted["breakdown_s"].values()) == pytest.approx(plan.predicted["step_time_s"])
+    with pytest.raises(PlanError, match="even number"):
+        planned("3", pp=3, schedule="chimera")
+
+
+def test_an_asynchronous_pipeline_says_how_stale_it_is_and_keeps_room_for_its_versions() -> None:
+    plan = planned(pp=4, schedule="async-1f1b", microbatches=2)
+    assert (plan.predicted["staleness"], plan.predicted["weight_versions"]) == ((2, 1, 1, 0), (3, 2, 2, 1))
+    copies = plan.predicted["memory"]["weight_versions"]
+    block = 4 * (4 * (32 * 32 + 32) + 2 * 32 * 64 + 64 + 32 + 4 * 32)
+    assert copies[1:] == (block, block, 0.0)
+    assert copies[0] == 2 * (block + 4 * 32 * (64 + 16))
+    assert plan.predicted["peak_memory_bytes"][1] == sum(v[1] for v in plan.predicted["memory"].values())
+    with pytest.raises(InfeasibleError):
+        autopar.plan(
+            gpt(), autopar.Mesh("4"), pin=dict(plan.pins), memory=int(max(plan.predicted["peak_memory_bytes"]) / 2)
+        )
+
+
+def test_sends_between_stages_are_priced() -> None:
+    plan = planned(pp=2, tp=2, microbatches=4)
+    (send,) = plan.predicted["sends"]
+    size_bytes = 8 // 4 * 8 * 32 * 4  # rows of a micro-batch, tokens, width, float32; whole on both ranks of tp
+    assert (send["source"], send["reader"]) == (0, 1)
+    assert (send["size_bytes"], send["back_bytes"]) == (size_bytes, size_bytes)
+    assert send["time_s"] == pytest.approx(collective_s("send", size_bytes, pipeline_axis(plan), load_profile("cpu")))
+    assert plan.predicted["breakdown_s"]["stage_sends"] > 0
+
+
+def pipeline_axis(plan: autopar.Plan) -> Axis:
+    return with_pipeline(mesh_of(plan), autopar.Mesh(plan.mesh["shape"]), plan.degrees["pp"]).axes[-1]
+
+
 def test_more_stages_than_blocks_cut_between_ops() -> None:
     plan = planned("2", pp=2, virtual_stages=4)
     assert len(plan.stages) == 8
@@ -112,7 +154,8 @@ def test_more_stages_than_blocks_cut_between_ops() -> None:
         ({"pp": 2, "stages": [6], "tp": 2}, r"has 2 stages, the pin 1"),
         ({"pp": 2, "virtual_stages": 200}, r"400 stages, but the model has \d+ ops"),
         ({"pp": 2, "schedule": "zb-v", "virtual_stages": 3}, "zb-v"),
-        ({"pp": 2, "schedule": "2bw"}, "cannot run it yet"),
+        ({"pp": 4, "schedule": "2bw", "microbatches": 2}, "2 micro-batches for 4 ranks"),
+        ({"pp": 1, "schedule": "2bw"}, "needs stages on several ranks; pin pp=2"),
     ],
 )
 def test_cuts_that_are_none_are_refused(pin: dict[str, object], said: str) -> None:
