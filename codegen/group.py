@@ -9,36 +9,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autopar.codegen.kernel import Kernel
+from autopar.codegen import tune
+from autopar.codegen.code import Code
 from autopar.codegen.load import launch, load
-from autopar.codegen.triton_text import Printed
 from autopar.runtime import random
 
 MODES = ("aten", "kernel", "interpreter")
 _TORCH = {"f32": torch.float32, "f64": torch.float64, "i32": torch.int32, "i64": torch.int64}
-
-
-@dataclass(frozen=True, eq=False)
-class Code:
-    """What a group runs as. reads: for each read buffer of the kernel its place among the group's inputs; keys alike;
-    writes: for each output of the group its place among the written buffers."""
-
-    kernel: Kernel
-    printed: Printed
-    reads: tuple[int, ...]
-    keys: tuple[int, ...]
-    writes: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.printed.launches[0].function
 
 
 class FusedGroup(nn.Module):
@@ -46,7 +29,7 @@ class FusedGroup(nn.Module):
 
     def __init__(self, aten: GraphModule, code: Code, mode: str) -> None:
         super().__init__()
-        self.aten, self.code, self.mode = aten, code, mode
+        self.aten, self.code, self.mode, self.tuned = aten, code, mode, not tune.wanted()
 
     def forward(self, *inputs: Tensor) -> Any:
         if self.mode == "aten":
@@ -54,6 +37,8 @@ class FusedGroup(nn.Module):
         if any(inputs[place].tolist()[1] >> 31 for place in self.code.keys):
             return self.aten(*inputs)  # elements so far on that the kernel's 32-bit index would wrap
         try:
+            if self.mode == "kernel" and not self.tuned:
+                self.tuned, self.code = True, tune.tuned(self.code, lambda code: run(code, inputs))
             return run(self.code, inputs, interpret=self.mode == "interpreter")
         except Exception as error:
             said = next((line for line in str(error).splitlines() if line.strip()), "")

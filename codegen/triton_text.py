@@ -59,14 +59,14 @@ class Printed:
     tile: Tile
 
 
-def print_kernel(kernel: Kernel) -> Printed:
-    """Raises: TooWide."""
-    return _Printer(kernel).run()
+def print_kernel(kernel: Kernel, tile: Tile | None = None) -> Printed:
+    """tile: another one than `tile_of` gives. Raises: TooWide."""
+    return _Printer(kernel, tile or tile_of(kernel)).run()
 
 
 class _Printer:
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.tile = kernel, tile_of(kernel)
+    def __init__(self, kernel: Kernel, tile: Tile) -> None:
+        self.kernel, self.tile = kernel, tile
         self.flat = not kernel.rows and not kernel.reduces and not kernel.sums
         self.moves = kernel.moves
         self.names: dict[int, str] = {}
