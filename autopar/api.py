@@ -104,7 +104,9 @@ def parallelize(
             transformers config says how to make one.
         plan: a `Plan` or the path of one; nothing is solved then.
         pin: decisions taken by the user: degrees (`pp`, `dp`, `tp`), `zero` (0 to 3), `sp`, `schedule`,
-            `microbatches`, `virtual_stages`, `stages` (how many blocks each has, or their names), and parameter
+            `microbatches`, `virtual_stages`, `stages` (how many blocks each has, or their names), `offload`
+            ("optimizer": master shards and optimizer states in host memory, "parameters": nothing stays on the
+            device; `m.parameters()` are host tensors then, and an optimizer updates them there), and parameter
             patterns with layouts, e.g. `{"*.up_proj.weight": {"tp": "S(0)"}}`.
         memory: bytes usable per device (`"70GiB"` or an int); default: the device's, less a reserve.
         optimizer: what the memory model must hold: "adamw", "sgd", "none", or bytes a parameter.
@@ -114,7 +116,7 @@ def parallelize(
             DTensors, a model without one plain global
             tensors; "gather": all plain and global; "shard": all DTensors.
         accumulate: micro-batches that the training loop adds up in a step; at ZeRO level 1 gradients are reduced in
-            every such backward, and `.grad` lacks them until then.
+            every such backward; until then `.grad` is a part (`Partial`).
         batch_dims: `{input path: dim}` for inputs whose batch is not dim 0 of the first tensor input.
         strict: an op without a rule is an error instead of being kept whole.
         discover: try to find the rule of such an op by running it on small shards; the plan's notes say what was found.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.dump import Dump
-from autopar.lifetime import gather_once
+from autopar.lifetime import bring_from_host, gather_once, offloaded
 from autopar.mesh import with_pipeline
 from autopar.passes.cast import Cast
 from autopar.pipeline import Prepared, carry_out, lower, prepare
@@ -24,7 +24,7 @@ from autopar.rules.decisions import Decisions
 from autopar.runtime.check import agree, digest
 from autopar.runtime.module import Lowered, ParallelModule, draws_numbers
 from autopar.runtime.parameters import OLD_PARAMETERS, shard_parameter
-from autopar.runtime.process_mesh import ProcessMesh, connect, connect_pipeline
+from autopar.runtime.process_mesh import ProcessMesh, connect, connect_pipeline, with_host
 from autopar.runtime.zero import Lifetime
 from autopar.solver.decide import degrees
 from autopar.solver.report import mesh_of
@@ -46,7 +46,9 @@ def build_module(
     if request.topology.size > 1:
         decided = repr(sorted((k, s.options) for k, s in decisions.strategies.items()))
         agree({"plan": digest(chosen.digest), "decisions": digest(decided)}, mesh.device)
-    state, persistent, shards = _shard_state(prepared, decisions.sources, mesh, owners)
+    if chosen.offload != "none":
+        mesh = with_host(mesh)
+    state, persistent, shards = _shard_state(prepared, decisions.sources, mesh, owners, chosen.offload)
     OLD_PARAMETERS.add(p for p in model.parameters())
     lowering = _Lowering(skeleton(model, request.precision), prepared, request, chosen, mesh)
     lowering.first = lowering.lowered(prepared, found, decisions, request.dump)
@@ -60,7 +62,11 @@ def build_module(
 
 
 def _shard_state(
-    prepared: Prepared, layouts: Mapping[str, Any], mesh: ProcessMesh, owners: Mapping[str, tuple[int, ...]]
+    prepared: Prepared,
+    layouts: Mapping[str, Any],
+    mesh: ProcessMesh,
+    owners: Mapping[str, tuple[int, ...]],
+    offload: str,
 ) -> tuple[dict[str, torch.Tensor], dict[str, bool], dict[str, Any]]:
     state: dict[str, torch.Tensor] = {}
     persistent: dict[str, bool] = {}
@@ -69,7 +75,8 @@ def _shard_state(
         if source.kind == "parameter":
             parts = prepared.analysis.parts[source.node]
             layout = layouts[source.node]
-            shard = shard_parameter(prepared.program.state[source.path], parts, layout, mesh, source.trainable)
+            host = offloaded(source.trainable, offload)
+            shard = shard_parameter(prepared.program.state[source.path], parts, layout, mesh, source.trainable, host)
             if mesh.line is None or mesh.line.index in owners[source.path]:
                 state[source.path] = shard
             shards[source.path] = (parts, layout)
@@ -116,7 +123,7 @@ class _Lowering:
         levels = {b: self.plan.recompute.get(c.name, "none") for c in prepared.program.classes for b in c.blocks}
         zero = {name: entry["zero"] for name, entry in self.plan.params.items()}
         decisions, lifetimes = gather_once(prepared.analysis, decisions, zero)
-        cast, lifetimes = self.cast(lifetimes)
+        cast, lifetimes = self.cast(prepared, decisions, lifetimes)
         if is_staged(self.plan):
             staging = Staging(
                 self.plan, found.mesh, self.request.profile, self.mesh, self.request.backend,
@@ -140,16 +147,26 @@ class _Lowering:
         )
         return replace(lowered, lifetimes=lifetimes)
 
-    def cast(self, lifetimes: dict[str, Lifetime]) -> tuple[Cast | None, dict[str, Lifetime]]:
-        """Where parameters are cast: those with a lifetime when they are gathered, the others in the program."""
-        precision = self.request.precision
-        if precision is None or precision.reduce is None:
+    def cast(
+        self, prepared: Prepared, decisions: Decisions, lifetimes: dict[str, Lifetime]
+    ) -> tuple[Cast | None, dict[str, Lifetime]]:
+        """Where parameters are cast, and brought from host memory: those with a lifetime when they are gathered, the
+        others in the program.
+        """
+        precision, offload = self.request.precision, self.plan.offload
+        stored, reduce = self.stored, precision.reduce if precision is not None else None
+        if precision is not None and reduce is not None:
+            read = {path: precision.computed(dtype) for path, dtype in stored.items()}
+            if all(dtype == read[path] == reduce for path, dtype in stored.items()):
+                reduce = None
+            else:
+                lifetimes = {path: replace(life, dtypes=(read[path], reduce)) for path, life in lifetimes.items()}
+                stored = {**stored, **{path: read[path] for path in lifetimes}}
+        staged = is_staged(self.plan)
+        lifetimes, fetched = bring_from_host(prepared.analysis, decisions, lifetimes, offload, staged)
+        if reduce is None and not fetched:
             return None, lifetimes
-        read = {path: precision.computed(dtype) for path, dtype in self.stored.items()}
-        if all(dtype == read[path] == precision.reduce for path, dtype in self.stored.items()):
-            return None, lifetimes
-        known = {path: replace(life, dtypes=(read[path], precision.reduce)) for path, life in lifetimes.items()}
-        return Cast({**self.stored, **{path: read[path] for path in known}}, precision.reduce), known
+        return Cast(stored, reduce, self.mesh.device, fetched), lifetimes
 
     def _matches(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> bool:
         """Was the first program captured from inputs like these?"""

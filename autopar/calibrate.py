@@ -182,6 +182,8 @@ def profile_data(measured: Measured, ranks: int, name: str = "this-machine") -> 
         "native_attention_fraction": entry(0.5, "as small matmuls", "derived"),
         "misaligned_fraction": entry(1.0, "no such effect", "derived"),
         "alignment_bytes": entry(4, "no such effect", "derived"),
+        "host_link_bytes_per_s": entry(bandwidth / 2, "a copy reads and writes: half of that", "derived"),
+        "host_memory_bytes_per_s": entry(bandwidth, "the memory bandwidth: host and device are one", "derived"),
     }
 
 

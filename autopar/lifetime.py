@@ -1,4 +1,5 @@
-"""Which parameters a program reads already gathered, so that it gathers none of them itself (ZeRO 1 and 2).
+"""Which parameters are made ready before a program runs, so that it gathers none of them itself (ZeRO 1 and 2), or need
+not know that they lie in host memory (offload).
 
 Enters: decisions whose parameters lie as they are stored, and the level of each. Leaves: decisions whose placeholders
 lie as they are read, and for each such parameter a `Lifetime` for the runtime. Level 3 stays as it is. An axis is
@@ -31,6 +32,41 @@ def gather_once(
             sources[source.node] = read
             found[source.path] = Lifetime(analysis.parts[source.node], stored, read, level)
     return replace(decisions, sources=sources), found
+
+
+def offloaded(path_is_trainable: bool, offload: str) -> bool:
+    """Does a parameter lie in host memory? With "optimizer" those do that an optimizer steps."""
+    return offload == "parameters" or (offload == "optimizer" and path_is_trainable)
+
+
+def bring_from_host(
+    analysis: Analysis,
+    decisions: Decisions,
+    lifetimes: Mapping[str, Lifetime],
+    offload: str,
+    whole_call: bool,
+) -> tuple[dict[str, Lifetime], frozenset[str]]:
+    """How parameters get to the device from host memory.
+
+    Args:    decisions: placeholders lie as they are read. lifetimes: of those that are gathered once a step.
+             offload: "none"; "optimizer": a copy of the shard stays on the device until the parameters change;
+             "parameters": the program fetches each when it needs it. whole_call: it can't, as in a pipeline, whose
+             micro-batches share parameters: they are fetched for a call.
+    Returns: lifetimes by path; paths that the program fetches itself.
+    """
+    found, fetched = dict(lifetimes), set()
+    for source in analysis.program.sources:
+        if source.kind != "parameter" or not offloaded(source.trainable, offload):
+            continue
+        if source.path in found:
+            found[source.path] = replace(found[source.path], host=True)
+        elif offload == "optimizer" or whole_call:
+            stored = decisions.sources[source.node]
+            parts, kept = analysis.parts[source.node], offload == "optimizer"
+            found[source.path] = Lifetime(parts, stored, stored, level=3, host=True, kept=kept)
+        else:
+            fetched.add(source.path)
+    return found, frozenset(fetched)
 
 
 def _read(analysis: Analysis, decisions: Decisions, node: str, stored: Layout) -> Layout:

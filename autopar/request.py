@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from autopar.cost.hardware import Profile, load_profile
 from autopar.cost.memory import usable_bytes
+from autopar.cost.offload import check_host
 from autopar.dump import Dump
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
@@ -68,7 +69,8 @@ def make_request(
     pins = parse_pins({**pinned, **(pin or {})})
     profile = load_profile(topology.device)
     check_data_axis(pins, topology)
-    check_offload(pins, topology)
+    if pins.given.get("offload", "none") != "none":
+        check_host(profile)
     asked = parse_precision(precision)
     name = asked.name if asked is not None else None
     settings = Settings(pins, usable_bytes(profile, memory), optimizer, name, batch_dims)
@@ -91,16 +93,6 @@ def check_data_axis(pins: Pins, topology: Mesh) -> None:
         raise PlanError(
             f"pin zero={pins.zero}: ZeRO shards over data axes, and the pins {dict(pins.given)} leave none on a "
             f"mesh of {topology.size}"
-        )
-
-
-def check_offload(pins: Pins, topology: Mesh) -> None:
-    """On a CPU parameters and optimizer states lie in host memory, and are updated there, as it is."""
-    offload = pins.given.get("offload", "none")
-    if offload != "none" and topology.device != "cpu":
-        raise PlanError(
-            f"pin offload={offload!r}: this version cannot move the states of {topology.device} to the host; "
-            "shard them by zero=3 over more devices"
         )
 
 

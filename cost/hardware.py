@@ -75,6 +75,8 @@ class Profile:
              attention_fraction, native_attention_fraction: speed of fused attention with heads of 128 over that of
              large matmuls: of kernels that run on any device, and of kernels written for this one.
              misaligned_fraction: what is left of the speed when a row is not a multiple of `alignment_bytes`.
+             host_link_bytes_per_s: between a device and its host's memory, one direction. host_memory_bytes_per_s: a
+             device's share of what the host's processors read and write. 0 where a file does not say.
     """
 
     name: str
@@ -94,6 +96,8 @@ class Profile:
     native_attention_fraction: float
     misaligned_fraction: float
     alignment_bytes: int
+    host_link_bytes_per_s: float = 0.0
+    host_memory_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.links:
@@ -169,6 +173,11 @@ _FIGURES: dict[str, tuple[type, float | None]] = {
     "misaligned_fraction": (float, 1.0),
     "alignment_bytes": (int, None),
 }
+_HOST_FIGURES: dict[str, tuple[type, float | None]] = {
+    "host_link_bytes_per_s": (float, None),
+    "host_memory_bytes_per_s": (float, None),
+}
+"""A file may leave these out."""
 _LINK_FIGURES: dict[str, tuple[type, float | None]] = {
     "bandwidth_bytes_per_s": (float, None),
     "latency_s": (float, None),
@@ -199,7 +208,7 @@ def parse_profile(data: Any, file: str) -> Profile:
     name = _field(data, "name", str, file, "")
     peaks = _field(data, "peak_flop_per_s", dict, file, "")
     links = _field(data, "links", list, file, "")
-    known = {"name", "note", "peak_flop_per_s", "links", *_FIGURES}
+    known = {"name", "note", "peak_flop_per_s", "links", *_FIGURES, *_HOST_FIGURES}
     _refuse_unknown(data, known, file, "")
     _refuse_unknown(peaks, set(DTYPES), file, "peak_flop_per_s.")
     parsed_links = []
@@ -214,7 +223,7 @@ def parse_profile(data: Any, file: str) -> Profile:
         name=name,
         peak_flop_per_s=_figures(peaks, dict.fromkeys(DTYPES, (float, None)), file, "peak_flop_per_s."),
         links=tuple(parsed_links),
-        **_figures(data, _FIGURES, file, ""),
+        **_figures(data, _FIGURES | {k: v for k, v in _HOST_FIGURES.items() if k in data}, file, ""),
     )
 
 

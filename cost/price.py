@@ -20,6 +20,7 @@ from autopar.cost.collective import collective_s
 from autopar.cost.compute import element_bytes, memory_bound_s, op_s
 from autopar.cost.hardware import Profile
 from autopar.cost.memory import parameter_bytes
+from autopar.cost.offload import offload_price
 from autopar.layout import Layout, Parts, chunk, largest_local_parts
 from autopar.mesh import LogicalMesh
 from autopar.rules.refine import Factor
@@ -145,6 +146,7 @@ class StoragePrice:
 
     update_s: Floats
     memory_bytes: Floats
+    host_bytes: Floats
 
 
 def price_storage(
@@ -156,12 +158,28 @@ def price_storage(
     profile: Profile,
     optimizer: str | int,
     precision: str | None,
+    offload: str = "none",
+    gathered_once: bool = False,
+    whole_call: bool = False,
 ) -> StoragePrice:
-    """Bytes of weights, gradient and optimizer states, and the seconds of the optimizer step, for each layout."""
+    """Bytes of weights, gradient and optimizer states, and the seconds of the optimizer step, for each layout.
+
+    offload, gathered_once, whole_call: as in `offload_price`.
+    """
     elements = np.array([largest_local_parts(parts, layout, mesh.sizes).numel for layout in layouts], dtype=np.float64)
-    width = element_bytes(dtype)
+    width, none = element_bytes(dtype), np.zeros(len(layouts))
     if not trainable:
-        return StoragePrice(np.zeros(len(layouts)), elements * width)
+        held = parameter_bytes(0, width, precision)
+        if offload != "parameters":
+            return StoragePrice(none, elements * width, none)
+        sent = 1 if gathered_once or whole_call else 2
+        stays = elements * width if whole_call and not gathered_once else none
+        fetched_s = elements * sent * (held.compute_copy or width) / profile.host_link_bytes_per_s
+        return StoragePrice(fetched_s, stays, elements * width)
     held = parameter_bytes(optimizer, width, precision)
+    if offload != "none":
+        price = offload_price(held, offload, gathered_once, whole_call, profile)
+        update_s = elements * price.update_s + 2 * profile.kernel_launch_s  # a copy there and one back
+        return StoragePrice(update_s, elements * price.device_bytes, elements * price.host_bytes)
     traffic = 2 * held.weights + held.gradients + 2 * held.optimizer
-    return StoragePrice(np.asarray(memory_bound_s(elements * traffic, profile)), elements * held.total)
+    return StoragePrice(np.asarray(memory_bound_s(elements * traffic, profile)), elements * held.total, none)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autopar
-from autopar.precision import Precision, parse_precision, skeleton
+from autopar.precision import Precision, check_device, parse_precision, skeleton
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -38,6 +38,20 @@ def test_a_policy_means_what_it_means_to_fsdp():
 def test_refuses(value):
     with pytest.raises(autopar.PlanError, match="precision"):
         autopar.plan(nn.Linear(2, 2), autopar.Mesh("1"), example_args=(torch.ones(1, 2),), precision=value)
+
+
+def test_refuses_what_the_device_lacks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    for value, device in (
+        (MixedPrecisionPolicy(FP32, BF16), "cuda"),
+        ("bf16", "cuda"),
+        (MixedPrecisionPolicy(FP64), "mps"),
+    ):
+        with pytest.raises(autopar.PlanError, match=rf"(bfloat16|float64) is not what {device} devices") as raised:
+            check_device(parse_precision(value), torch.device(device))
+        assert "\n" not in str(raised.value)
+    check_device(parse_precision("fp16"), torch.device("cuda"))
+    check_device(parse_precision("bf16"), torch.device("cpu"))
 
 
 def test_the_skeleton_has_no_memory_and_keeps_ties():

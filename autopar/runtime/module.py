@@ -205,9 +205,8 @@ class ParallelModule(nn.Module):
             if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 parts, layout = self._shards[self._state_names.get(name, name)]
                 if tuple(value.shape) == parts.shape:
-                    local = shard_of(
-                        value.to(self._mesh.device), parts, layout, self._mesh.logical.sizes, self._mesh.coordinate
-                    )
+                    there = value.to(mine.to_local().device)  # the host's memory, where it is offloaded
+                    local = shard_of(there, parts, layout, self._mesh.logical.sizes, self._mesh.coordinate)
                     value = as_dtensor(local.clone(), parts, layout, self._mesh)
             ready[name] = value
         self.parameters_changed()
@@ -255,19 +254,14 @@ class ParallelModule(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Calls made inside need not reduce their gradients: at ZeRO level 1 those are added up whole and reduced in
-        the first backward of a call made outside, and `.grad` lacks them until then. Other levels reduce in each
-        backward. The sums are the same.
+        the first backward of a call made outside; until then `.grad` is this rank's part of a sum. Other levels reduce
+        in each backward. The sums are the same.
         """
         before, self._wholes.sync = self._wholes.sync, False
         try:
             yield
         finally:
             self._wholes.sync = before
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; gradients that ZeRO level 1 holds back are dropped, too."""
-        self._wholes.forget()
-        super().zero_grad(set_to_none)
 
     def parameters_changed(self) -> None:
         """Say that parameters were changed otherwise than by an optimizer's step or `load_state_dict`: at ZeRO levels 1

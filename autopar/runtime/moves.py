@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from autopar.layout import GRADIENT, TRANSITIONS, chunk
+from autopar.runtime.offload import fetch, put
 
 # torch 2.13 renamed the two; older ones have only the old names
 _all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
@@ -74,15 +75,22 @@ def move(x: torch.Tensor, axis: str, source: str, target: str, uncut: Uncut = ()
     return _Move.apply(x, axis, source, target, uncut)
 
 
-def load(x: torch.Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, steps: Steps) -> torch.Tensor:
-    """A stored parameter as the program reads it: cast, then moved step by step.
+def load(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    steps: Steps,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """A stored parameter as the program reads it: cast, brought to the device, then moved step by step.
 
     Args:
         dtype: what the result is in, and what is sent. reduce_dtype: what the gradient is reduced in.
         steps: (axis, source, target, uncut) of each move, as in `move`; may be empty.
-    Returns: a fresh tensor; its gradient comes back in the dtype of `x`.
+        device: where the program runs, when `x` lies in host memory.
+    Returns: a fresh tensor; its gradient comes back in the dtype of `x`, and where `x` lies.
     """
-    return _Load.apply(x, dtype, reduce_dtype, steps)
+    return _Load.apply(x, dtype, reduce_dtype, steps, device)
 
 
 def max_over(x: torch.Tensor, axis: str) -> torch.Tensor:
@@ -105,10 +113,20 @@ class _Move(torch.autograd.Function):
 
 class _Load(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, steps: Steps) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        steps: Steps,
+        device: torch.device | None,
+    ) -> torch.Tensor:
         ctx.moves = [(_GROUPS[axis], source, target, uncut) for axis, source, target, uncut in steps]
-        ctx.dtypes = x.dtype, reduce_dtype
-        x = x.to(dtype) if x.dtype != dtype or ctx.moves else x.clone()
+        ctx.dtypes, ctx.fetched = (x.dtype, reduce_dtype), device is not None
+        if device is not None:  # cast first: what is sent is narrower
+            x = fetch(x.to(dtype), device)
+        else:
+            x = x.to(dtype) if x.dtype != dtype or ctx.moves else x.clone()
         for step in ctx.moves:
             x = transfer(x, *step)
         return x
@@ -119,7 +137,8 @@ class _Load(torch.autograd.Function):
         grad = grads[0].to(reduce_dtype) if ctx.moves else grads[0]
         for group, source, target, uncut in reversed(ctx.moves):
             grad = transfer(grad, group, gradient_of(target), gradient_of(source), uncut)
-        return grad.to(dtype), None, None, None
+        grad = put(grad) if ctx.fetched else grad
+        return grad.to(dtype), None, None, None, None
 
 
 def gradient_of(placement: str) -> str:

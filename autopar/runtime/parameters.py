@@ -18,13 +18,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import PlanError
 from autopar.layout import Layout, Parts, shard_of
+from autopar.runtime.offload import on_host
 from autopar.runtime.process_mesh import ProcessMesh, torch_placements
 
 
 def shard_parameter(
-    full: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessMesh, trainable: bool
+    full: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessMesh, trainable: bool, host: bool = False
 ) -> nn.Parameter:
-    """This rank's shard of a full tensor. On meta the shard is made empty, and must be loaded or initialised."""
+    """This rank's shard of a full tensor. On meta the shard is made empty, and must be loaded or initialised.
+    host: it lies in host memory, wherever the program runs.
+    """
     at = mesh.coordinate
     if full.is_meta:
         shape = shard_of(full, parts, layout, mesh.logical.sizes, at).shape
@@ -34,18 +37,20 @@ def shard_parameter(
         if mesh.device_mesh is not None:
             dist.broadcast(value, 0)
         local = shard_of(value, parts, layout, mesh.logical.sizes, at).clone()
+    local = on_host(local, mesh.device) if host else local
     if mesh.device_mesh is None:
         return nn.Parameter(local, requires_grad=trainable)
     return nn.Parameter(as_dtensor(local, parts, layout, mesh), requires_grad=trainable)
 
 
 def as_dtensor(local: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessMesh) -> DTensor:
-    """Name a shard as part of a global tensor; differentiable, sends nothing."""
+    """Name a shard as part of a global tensor, on the mesh of the memory it lies in; differentiable, sends nothing."""
     shape = torch.Size(parts.shape)
     stride = torch.empty(shape, device="meta").stride()
-    assert mesh.device_mesh is not None
+    ranks = mesh.device_mesh if local.device.type == mesh.device.type else mesh.host_mesh
+    assert ranks is not None
     placements = torch_placements(layout, parts) or (Replicate(),)  # a pipeline stage of one device has no axes
-    return DTensor.from_local(local, mesh.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, ranks, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ def full_tensors_of_stages(
         mine = held.get(name)
         value = None
         if mine is not None:
-            value = whole_copy(mine).contiguous()
+            value = whole_copy(mine).to(line.device_mesh.device_type).contiguous()
         source = line.ranks[owners[name][0]]
         message: list[Any] = [value.dtype if value is not None else None]
         dist.broadcast_object_list(message, source, group=line.group)

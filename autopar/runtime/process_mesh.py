@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,8 @@ class Line:
 @dataclass(frozen=True, eq=False)
 class ProcessMesh:
     """What this rank knows of the mesh. `device_mesh` is None on a mesh of one device. In a pipeline `logical`, `rank`,
-    `device_mesh` and `groups` are those of this rank's stages alone, and `line` joins them."""
+    `device_mesh` and `groups` are those of this rank's stages alone, and `line` joins them. `host_mesh` is the same
+    mesh for parameters that lie in host memory; None where that is the device's own."""
 
     logical: LogicalMesh
     rank: int
@@ -48,6 +49,7 @@ class ProcessMesh:
     device_mesh: DeviceMesh | None = None
     groups: Mapping[str, AxisGroup] = field(default_factory=dict)
     line: Line | None = None
+    host_mesh: DeviceMesh | None = None
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -63,15 +65,41 @@ def ensure_process_group(size: int) -> None:
     if size > 1 and not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        # gloo beside NCCL: offloaded parameters lie in host memory, and their norms and states are gathered there
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
 def connect_world(size: int) -> torch.device:
     """Check the world size before any collective; the device that collectives use."""
     if size > 1:
         check_world(size)
-    cuda = size > 1 and dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return _device() if size > 1 else torch.device("cpu")
+
+
+def _device() -> torch.device:
+    """That of the running process group: a GPU where it has a backend for them."""
+    if "cuda:nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def with_host(mesh: ProcessMesh) -> ProcessMesh:
+    """The mesh with a second one for host memory, over which norms, states and checkpoints of what lies there are put
+    together. A collective call.
+
+    Raises:  MeshError: the process group cannot send from host memory.
+    """
+    if mesh.device_mesh is None or mesh.device.type == "cpu":
+        return mesh
+    if "cpu:" not in dist.get_backend_config():
+        raise MeshError(
+            f"offload keeps parameters in host memory, but the process group has only {dist.get_backend_config()}; "
+            "start it with torch.distributed.init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    every = mesh.line.device_mesh if mesh.line is not None else mesh.device_mesh
+    names = every.mesh_dim_names or ()
+    host = DeviceMesh("cpu", every.mesh.cpu(), mesh_dim_names=names)
+    return replace(mesh, host_mesh=host if mesh.line is None else host[names[:-1]])
 
 
 def connect(logical: LogicalMesh) -> ProcessMesh:
@@ -82,8 +110,7 @@ def connect(logical: LogicalMesh) -> ProcessMesh:
     if logical.size == 1:
         return ProcessMesh(logical, 0, torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu"))
     check_world(logical.size)
-    rank, cuda = dist.get_rank(), dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    rank, device = dist.get_rank(), _device()
     names = tuple(a.name for a in logical.axes)
     device_mesh = DeviceMesh(device.type, torch.from_numpy(logical.rank_array()), mesh_dim_names=names)
     at = logical.coordinate(rank)
@@ -97,8 +124,7 @@ def connect_pipeline(logical: LogicalMesh, inner: LogicalMesh) -> ProcessMesh:
     Raises:  MeshError: as `connect`.
     """
     check_world(logical.size)
-    rank, cuda = dist.get_rank(), dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    rank, device = dist.get_rank(), _device()
     array, names = torch.from_numpy(logical.rank_array()), tuple(a.name for a in logical.axes)
     if not inner.axes:  # a stage of one device is a mesh too: its parameters are DTensors like all others
         array, names = array[None], ("one", *names)

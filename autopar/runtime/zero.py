@@ -6,11 +6,17 @@ computes with; its gradient comes back as a part (P) and leaves as the shard's. 
     level   gathered                            gradient
     2       once, until the parameters change   reduce-scattered in each backward
     1       the same                            added up whole; reduce-scattered in every `accumulate`-th backward, or
-                                                in the first one outside `no_sync()`; `.grad` lacks it until then
+                                                in the first one outside `no_sync()`; until then `.grad` is this rank's
+                                                part of a sum (a DTensor that is `Partial`), so that what sets it to
+                                                zero, or reads it, does what it says
+
+A parameter that lies in host memory (`Lifetime.host`) is copied to the device on the way, and its gradient back; it
+need not be gathered for that.
 
 The parameters change in an optimizer step (torch's public post-step hook says so: version counters of DTensors do not
-move), in `load_state_dict`, and when `parameters_changed()` says so. Gradients still held back when an optimizer steps
-are reduced before it does.
+move), in `load_state_dict`, and when `parameters_changed()` says so. Gradients that are still parts when an optimizer
+steps are reduced before it does. Where `.grad` is there already, and is no part (after `zero_grad(set_to_none=False)`),
+every backward reduces.
 """
 
 from __future__ import annotations
@@ -21,11 +27,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.layout import Layout, Parts, local_parts
 from autopar.runtime.moves import transfer
+from autopar.runtime.offload import fetch, put
 from autopar.runtime.parameters import local_of
 from autopar.runtime.process_mesh import ProcessMesh
 
@@ -41,6 +48,10 @@ class Lifetime:
     level: int
     dtypes: tuple[torch.dtype, torch.dtype] | None = None
     """Under mixed precision: what is gathered and read, and what gradients are added up and reduced in."""
+    host: bool = False
+    """It is stored, and updated, in host memory."""
+    kept: bool = True
+    """Until the parameters change; else for one call."""
 
 
 class Wholes:
@@ -57,6 +68,8 @@ class Wholes:
             self._held[key] = Whole(lifetime, self)
         whole = self._held[key]
         whole.follow(parameter)
+        if lifetime.level == 1 and isinstance(parameter, DTensor):
+            return _Accumulate.apply(parameter, whole)
         return _Gather.apply(local_of(parameter), whole)
 
     def drop(self) -> None:
@@ -64,36 +77,23 @@ class Wholes:
         for whole in self._held.values():
             whole.value = None
 
-    def forget(self) -> None:
-        """Gradients are set to zero: drop what is held back."""
-        for whole in self._held.values():
-            whole.forget()
-
 
 class Whole:
-    """One gathered parameter, and its gradients that are not reduced yet."""
+    """One gathered parameter, and how its gradients are reduced."""
 
     def __init__(self, lifetime: Lifetime, owner: Wholes) -> None:
         self.lifetime, self.owner = lifetime, owner
         self.value: torch.Tensor | None = None
         self.key: tuple[int, int] = (0, 0)
-        self.gradient: torch.Tensor | None = None
         self.backwards = 0
         self.unsynced = False
         self.parameter: weakref.ref[torch.Tensor] | None = None
         self.steps = _steps(owner.mesh, lifetime)
-        mesh = owner.mesh
-        self.shape = local_parts(lifetime.parts, lifetime.stored, mesh.logical.sizes, mesh.coordinate).shape
 
     def follow(self, parameter: torch.Tensor) -> None:
         if self.parameter is None or self.parameter() is not parameter:
             self.parameter, self.value = weakref.ref(parameter), None
             FOLLOWED.add(self, parameter)
-        if parameter.grad is None:  # set to None since: what is held back of it is not wanted either
-            self.forget()
-
-    def forget(self) -> None:
-        self.gradient, self.backwards, self.unsynced = None, 0, False
 
     def gathered(self, shard: torch.Tensor) -> torch.Tensor:
         key = (shard.data_ptr(), shard._version)
@@ -101,31 +101,62 @@ class Whole:
             with torch.inference_mode(False), torch.no_grad():  # kept for training, whatever this call is
                 value = shard.detach()
                 value = value.to(self.lifetime.dtypes[0]) if self.lifetime.dtypes else value
+                value = fetch(value, self.owner.mesh.device) if self.lifetime.host else value
                 for axis, part, uncut in self.steps:
                     value = transfer(value, self.owner.mesh.groups[axis], f"S{part}", "R", uncut)
+            if not self.lifetime.kept:
+                return value
             self.value, self.key = value, key
         return self.value
 
-    def reduced(self, gradient: torch.Tensor, sync: bool) -> torch.Tensor:
-        """The shard's gradient; zeros where it is held back."""
-        gradient = gradient.to(self.lifetime.dtypes[1]) if self.lifetime.dtypes else gradient
-        if self.lifetime.level != 1:
-            return self.scatter(gradient)
-        self.gradient = gradient.clone() if self.gradient is None else self.gradient.add_(gradient)
+    def added(self, parameter: DTensor, gradient: torch.Tensor, sync: bool) -> DTensor:
+        """At level 1: what is to be added to `.grad` for a whole gradient: itself as a part, or the shard's sum."""
+        held = self.held(parameter)
+        if held is None:
+            self.backwards, self.unsynced = 0, False
         self.backwards += 1
         self.unsynced = self.unsynced or not sync
-        if not sync or (not self.unsynced and self.backwards % self.owner.accumulate):
-            return gradient.new_zeros(self.shape)
-        taken = self.take()
-        assert taken is not None
-        return taken
+        due = sync and (self.unsynced or not self.backwards % self.owner.accumulate)
+        if parameter.grad is None or held is not None:
+            if not due:
+                whole = gradient.to(parameter.dtype)
+                whole = put(whole) if self.lifetime.host else whole.clone() if whole is gradient else whole
+                return as_part(whole, parameter, self.partial(parameter))
+        if held is not None:
+            gradient = self.on_device(held.to_local()).add_(gradient)
+            parameter.grad = None
+        return self.shard_gradient(parameter, gradient)
 
-    def take(self) -> torch.Tensor | None:
-        """Reduce what is held back."""
-        gradient, self.gradient, self.backwards, self.unsynced = self.gradient, None, 0, False
-        return None if gradient is None else self.scatter(gradient)
+    def settle(self, parameter: torch.Tensor) -> None:
+        """Reduce a part that is still there when the optimizer steps."""
+        held = self.held(parameter)
+        if held is not None and isinstance(parameter, DTensor):
+            parameter.grad = self.shard_gradient(parameter, self.on_device(held.to_local()))
 
-    def scatter(self, gradient: torch.Tensor) -> torch.Tensor:
+    def held(self, parameter: torch.Tensor) -> DTensor | None:
+        """`.grad`, if it is a part that this object can reduce."""
+        grad = parameter.grad
+        mine = isinstance(grad, DTensor) and isinstance(parameter, DTensor) and self.partial(parameter)
+        return grad if mine and tuple(grad.placements) == mine else None  # type: ignore[return-value,union-attr]
+
+    def partial(self, parameter: DTensor) -> tuple[Any, ...]:
+        """Placements of a whole gradient: each rank holds a part of the sum."""
+        names, placements = parameter.device_mesh.mesh_dim_names or (), list(parameter.placements)
+        for axis, _, _ in self.steps:
+            placements[names.index(axis)] = Partial()
+        return tuple(placements)
+
+    def shard_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> DTensor:
+        gradient = self.reduced(gradient).to(parameter.dtype)
+        gradient = put(gradient) if self.lifetime.host else gradient
+        return as_part(gradient, parameter, tuple(parameter.placements))
+
+    def on_device(self, value: torch.Tensor) -> torch.Tensor:
+        return fetch(value, self.owner.mesh.device) if self.lifetime.host else value
+
+    def reduced(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The shard's gradient."""
+        gradient = gradient.to(self.lifetime.dtypes[1]) if self.lifetime.dtypes else gradient
         for axis, part, uncut in reversed(self.steps):
             gradient = transfer(gradient, self.owner.mesh.groups[axis], "P", f"S{part}", uncut)
         return gradient
@@ -134,12 +165,34 @@ class Whole:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, whole: Whole) -> torch.Tensor:
-        ctx.whole, ctx.sync, ctx.dtype = whole, whole.owner.sync, shard.dtype
+        ctx.whole, ctx.dtype = whole, shard.dtype
         return whole.gathered(shard).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.whole.reduced(grads[0], ctx.sync).to(ctx.dtype), None
+        grad = ctx.whole.reduced(grads[0]).to(ctx.dtype)
+        return put(grad) if ctx.whole.lifetime.host else grad, None
+
+
+class _Accumulate(torch.autograd.Function):
+    """As `_Gather`, from the DTensor itself: its gradient may be a part."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, whole: Whole) -> torch.Tensor:
+        ctx.whole, ctx.sync = whole, whole.owner.sync
+        return whole.gathered(parameter.detach().to_local()).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        parameter = ctx.whole.parameter()
+        return ctx.whole.added(parameter, grads[0], ctx.sync), None
+
+
+def as_part(local: torch.Tensor, like: DTensor, placements: tuple[Any, ...]) -> DTensor:
+    """A DTensor of the shape of another one."""
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _steps(mesh: ProcessMesh, lifetime: Lifetime) -> Sequence[tuple[str, int, tuple[tuple[int, ...], ...]]]:
@@ -180,10 +233,8 @@ class _Followed:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for parameter, whole in self._of(optimizer):
-            shard = whole.take()
-            if shard is not None and parameter.grad is not None:  # None was set on purpose
-                grad = parameter.grad
-                (grad.to_local() if isinstance(grad, DTensor) else grad).add_(shard)
+            if whole.lifetime.level == 1:
+                whole.settle(parameter)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for _, whole in self._of(optimizer):

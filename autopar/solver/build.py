@@ -190,6 +190,9 @@ class _Builder:
             self.profile,
             self.settings.optimizer,
             self.settings.precision,
+            self.settings.pins.given.get("offload", "none"),
+            self.settings.pins.zero in (1, 2),
+            self.settings.pins.staged,
         )
         count = self.counts[node]
         self.storage_choice[node] = self.add_choice(

@@ -133,6 +133,9 @@ def _predicted(analysis: Analysis, found: Found, settings: Settings) -> dict[str
     states = sum(
         float(built.storage_prices[n].memory_bytes[options[c]]) * counts[n] for n, c in built.storage_choice.items()
     )
+    host = sum(
+        float(built.storage_prices[n].host_bytes[options[c]]) * counts[n] for n, c in built.storage_choice.items()
+    )
     tokens = tokens_of(analysis)
     flop = flop_of(analysis, tokens)
     dtype = next(
@@ -154,6 +157,7 @@ def _predicted(analysis: Analysis, found: Found, settings: Settings) -> dict[str
         "memory": {
             "parameters_gradients_optimizer": states,
             "activations": max(0.0, found.solution.memory_bytes - states),
+            **({"host": host} if host else {}),
         },
         "breakdown_s": {
             "compute": compute,

@@ -1,5 +1,8 @@
-"""Run on each rank: ZeRO level x recomputation x accumulation x precision under backend="aot", against one device."""
+"""Run on each rank: ZeRO level x recomputation x accumulation x precision or offload under backend="aot", against one
+device.
+"""
 
+import contextlib
 import itertools
 import time
 
@@ -15,7 +18,7 @@ FACTORS = {
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
     "accumulate": (1, 2),
-    "precision": ("own", "bf16"),
+    "precision": ("own", "bf16", "offload"),
 }
 PRODUCT = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
 
@@ -49,13 +52,19 @@ def _case(mesh, case, references):
         autopar.Mesh(mesh),
         example_args=args,
         example_kwargs=kwargs,
-        pin={"dp": autopar.Mesh(mesh).size, "zero": case["zero"], "recompute": case["recompute"]},
+        pin={
+            "dp": autopar.Mesh(mesh).size,
+            "zero": case["zero"],
+            "recompute": case["recompute"],
+            "offload": "parameters" if case["precision"] == "offload" else "none",
+        },
         backend="aot",
         accumulate=halves,
         precision="bf16" if bf16 else None,
     )
     optimizer = torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE)
-    found = _train(m, optimizer, halves)
+    saved = SavedBytes(m)
+    found = _train(m, optimizer, halves, saved)
     key = (halves, bf16)
     if key not in references:
         reference = build("gpt").to(torch.bfloat16) if bf16 else build("gpt")
@@ -73,17 +82,50 @@ def _case(mesh, case, references):
         "bytes": _bytes(m, optimizer, found["held"]),
         "predicted": m.plan.predicted["memory"],
         "saved_bytes": graphs.saved_bytes,
+        "saved_in_run": saved.total,
         "seconds": round(time.perf_counter() - started, 1),
     }
 
 
-def _train(m, optimizer, halves):
-    """Gradients of the first step, losses, and parameters after three; each step adds up micro-batches."""
+class SavedBytes:
+    """Bytes that autograd keeps of one forward beside parameters, their gathered copies and the inputs: each memory
+    once.
+    """
+
+    def __init__(self, module):
+        self.module, self.total, self.counted = module, 0, set()
+
+    def known(self, inputs):
+        wholes = [w.value for w in self.module._wholes._held.values() if w.value is not None]
+        tensors = [*inputs, *wholes, *(_local(p.detach()) for p in self.module.parameters())]
+        return {t.untyped_storage().data_ptr() for t in tensors}
+
+    def watch(self, inputs):
+        self.total, self.counted = 0, self.known(inputs)
+        self.kept = []  # so that no memory is used twice while we look
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.counted:
+                self.counted.add(storage.data_ptr())
+                self.kept.append(storage)
+                self.total += storage.nbytes()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _train(m, optimizer, halves, saved=None):
+    """Gradients of the first step, losses, and parameters after three; each step adds up micro-batches.
+    saved: is told what the last forward keeps.
+    """
     out = {"losses": []}
     for step in range(STEPS):
         for i in range(halves):
             args, kwargs = inputs("gpt", batch=BATCH // halves, seed=10 * step + i)
-            loss = loss_of(m(*args, **kwargs))
+            last = saved is not None and step == STEPS - 1
+            with saved.watch(args) if last else contextlib.nullcontext():
+                loss = loss_of(m(*args, **kwargs))
             (loss / halves).backward()
             out["losses"].append(float(loss.detach()))
         out.setdefault("grads", {n: full(p.grad).double() for n, p in m.named_parameters()})

@@ -1,5 +1,7 @@
 """Run on each rank: torch's optimizers, schedulers, clipping and hooks on a parallel module and on one device."""
 
+import math
+
 import torch
 
 import autopar
@@ -47,13 +49,14 @@ def _parallel(pin, accumulate=1):
 
 
 def _compare(pin, train, accumulate=1):
-    """The largest error of a parameter after training; a step's length is the least scale."""
+    """The largest error of a parameter after training, and of the norms that `train` tells; a step's length is the
+    least scale.
+    """
     m, reference = _parallel(pin, accumulate), build("gpt")
-    train(m)
-    train(reference)
+    norms = zip(train(m) or (), train(reference) or (), strict=True)
     theirs = dict(reference.named_parameters())
     errors = [float((full(p) - theirs[n]).abs().max() / theirs[n].abs().max()) for n, p in m.named_parameters()]
-    return max(errors)
+    return max([*errors, *(abs(float(full(a) - b)) / float(b) for a, b in norms)])
 
 
 def _call(m, step, part=slice(None)):
@@ -85,7 +88,7 @@ def _everything(m):
     """Groups by name and dimension, a scheduler, clipping by the global norm, both kinds of gradient hooks."""
     decayed = [p for n, p in m.named_parameters() if p.dim() > 1 and "embedding" not in n]
     others = [p for n, p in m.named_parameters() if p.dim() <= 1 or "embedding" in n]
-    seen = []
+    seen, norms = [], []
     decayed[0].register_hook(lambda grad: grad * 2)
     decayed[1].register_post_accumulate_grad_hook(lambda p: seen.append(p))
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
@@ -93,24 +96,31 @@ def _everything(m):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(STEPS):
         _call(m, step)
-        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+        norms += [torch.nn.utils.get_total_norm([p.grad for p in m.parameters()], kind) for kind in (1.0, math.inf)]
+        norms.append(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
     assert len(seen) == STEPS
+    return norms
 
 
 def _kept(m):
-    """zero_grad(set_to_none=False), micro-batches, and gradients thrown away half-way."""
-    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-    halves = slice(0, BATCH // 2), slice(BATCH // 2, BATCH)
-    _call(m, 9, halves[0])
-    m.zero_grad(set_to_none=False)
-    for step in range(STEPS):
+    """Gradients thrown away half-way in every way there is, by a plain and by a foreach loop; norms read half-way."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=kind) for kind in (False, True)]
+    halves, norms = (slice(0, BATCH // 2), slice(BATCH // 2, BATCH)), []
+    for step, optimizer in enumerate(optimizers * 2):
+        for throw in (m, optimizer):
+            for to_none in (False, True):
+                _call(m, 9, halves[0])
+                throw.zero_grad(set_to_none=to_none if step else False)
         for half in halves:
             _call(m, step, half)
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]))
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        if step % 2:
+            optimizer.zero_grad()
+    return norms
 
 
 def _refusal(pin, make):
@@ -122,3 +132,7 @@ def _refusal(pin, make):
     except autopar.PlanError as error:
         return str(error)
     return ""
+
+
+def run_kept(payload):
+    return _compare({"dp": 2, "zero": 1}, _kept, accumulate=2)

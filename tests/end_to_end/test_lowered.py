@@ -1,4 +1,6 @@
-"""Lowered training: ZeRO level x recomputation x accumulation x precision, against one device; bytes as predicted."""
+"""Lowered training: ZeRO level x recomputation x accumulation x precision or offload, against one device; bytes as
+predicted.
+"""
 
 import pytest
 
@@ -27,11 +29,12 @@ def check(found):
             bound = ROUGH * case["rough"][what] if bf16 else EXACT
             assert error <= bound, f"{case}: {what}: {error:.2e} > {bound:.2e}"
         assert case["zero of plan"] == case["zero"]
-        predicted = case["predicted"]["parameters_gradients_optimizer"]
+        predicted = case["predicted"]["host" if case["precision"] == "offload" else "parameters_gradients_optimizer"]
         if bf16:  # of 18 bytes a parameter 2 are its cast copy, which lives within a call
             predicted *= 16 / 18
         measured = sum(case["bytes"].values())
         assert measured == pytest.approx(predicted, rel=0.05), case
+        assert case["saved_in_run"] == pytest.approx(case["saved_bytes"], rel=0.02), case
 
 
 def check_saved(found):

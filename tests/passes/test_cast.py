@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.fx import Graph, Interpreter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from autopar.dump import program_text
@@ -96,3 +97,34 @@ def test_the_program_handed_in_is_not_changed():
     Cast({"w": FP32}, FP32).run(program)
     assert str(program.graph) == before
     assert program.placeholders[0].meta["val"].dtype == BF16
+
+
+def test_shards_come_from_the_host_and_gradients_go_back():
+    """Cast before they are sent; each copy is made by one op of its own, where host and device are one memory, too."""
+    cpu = torch.device("cpu")
+    program = Cast({"w": FP32}, None, cpu, frozenset({"w"})).run(moved("h", "w"))
+    assert [n.args[1:] for n in loads(program)] == [
+        (BF16, BF16, (), cpu),
+        (BF16, BF16, (("dp", "S0", "R", UNCUT), ("tp", "I", "R", ())), cpu),
+    ]
+    w, seen = torch.randn(2, 3, requires_grad=True), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func.namespace == "autopar":
+                assert out.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
+                seen.append((func._opname, args[0].dtype))
+            return out
+
+    with Watch():
+        a, b = run(program, w)
+        (a.sum() + b.sum()).backward()
+    assert seen == [("fetch", BF16)] * 2 + [("put", BF16)] * 2
+    assert w.grad.dtype == FP32
+    assert (w.grad == 4).all()
+
+
+def test_only_what_lies_on_the_host_is_fetched():
+    program = Cast({"w": BF16}, None, torch.device("cpu"), frozenset({"other"})).run(moved("h", "w"))
+    assert not loads(program)
