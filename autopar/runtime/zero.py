@@ -8,7 +8,8 @@ computes with; its gradient comes back as a part (P) and leaves as the shard's. 
     1       the same                            added up whole; reduce-scattered in every `accumulate`-th backward, or
                                                 in the first one outside `no_sync()`; until then `.grad` is this rank's
                                                 part of a sum (a DTensor that is `Partial`), so that what sets it to
-                                                zero, or reads it, does what it says
+                                                zero, or reads it, does what it says (torch refuses to set it to
+                                                zero by `_foreach_zero_`: set it to None, or pass foreach=False)
 
 A parameter that lies in host memory (`Lifetime.host`) is copied to the device on the way, and its gradient back; it
 need not be gathered for that.

@@ -1,4 +1,4 @@
-"""Several files' cases on one set of ranks: starting ranks, and importing torch on each, takes longer than most cases."""
+"""Several files' cases on one set of ranks: to start them, and to import torch, takes longer than most cases."""
 
 import importlib
 import time
