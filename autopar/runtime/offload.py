@@ -36,12 +36,12 @@ FETCH = torch.ops.autopar.fetch.default
 
 def fetch(x: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; queued when `x` is pinned. Carries no gradient of its own."""
-    return FETCH(x, device)  # type: ignore[no-any-return]
+    return FETCH(x, device)
 
 
 def put(x: Tensor) -> Tensor:
     """A copy in host memory, complete when this returns. Carries no gradient of its own."""
-    return torch.ops.autopar.put.default(x)  # type: ignore[no-any-return]
+    return torch.ops.autopar.put.default(x)
 
 
 def on_host(x: Tensor, device: torch.device) -> Tensor:

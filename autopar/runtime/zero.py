@@ -181,7 +181,7 @@ class _Accumulate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, whole: Whole) -> torch.Tensor:
         ctx.whole, ctx.sync = whole, whole.owner.sync
-        return whole.gathered(parameter.detach().to_local()).detach()
+        return whole.gathered(local_of(parameter).detach()).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
