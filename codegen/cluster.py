@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from autopar.codegen.build import Built, build
 from autopar.codegen.demand import Unfusable, known
 from autopar.codegen.index import NotLinear
-from autopar.codegen.tiles import TooWide, extra_bytes, moved_bytes, tile_of
+from autopar.codegen.tiles import TooWide, cost_bytes, tile_of
 from autopar.codegen.views import SPLITS, base_of, packet, view_of
 
 BUFFERS = 28
@@ -37,8 +37,8 @@ class Group:
     members: tuple[Node, ...]
     outputs: tuple[Node, ...]
     built: Built
-    bytes: int
-    """Moved by the kernel, what is read twice and partial sums included."""
+    bytes: float
+    """Moved by the kernel, what is read twice and partial sums included (see `tiles.cost_bytes`)."""
 
 
 def is_barrier(node: Node) -> bool:
@@ -127,7 +127,7 @@ class _Clusters:
             return None
         if built is None or tile is None or len(built.kernel.buffers) > BUFFERS or not _on_one_device(built):
             return None
-        return Group(tuple(members), tuple(outputs), built, moved_bytes(built.kernel) + extra_bytes(built.kernel, tile))
+        return Group(tuple(members), tuple(outputs), built, cost_bytes(built.kernel, tile))
 
     # joining
 

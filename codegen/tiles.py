@@ -23,6 +23,9 @@ WARPS = (4, 8, 16, 32)
 SWEPT_WARPS = 8
 FEW_ROWS, LONG_ROW = 32, 2**17
 """[derived] rows longer than this, and fewer than this, are left to ATen: a program a row would use little of a GPU."""
+CACHED_ROW_BYTES, CACHED_SHARE = 2**16, 0.25
+"""[derived] what one program reads again of a row as short as this comes from a cache (A100 and H100: 40 to 50 MB for
+about 500 programs at once), and costs this share of a read from memory."""
 _FILE = 65536
 """[spec] 32-bit registers of a multiprocessor: CUDA C++ programming guide, compute capabilities 8.0 to 10.0."""
 
@@ -169,3 +172,10 @@ def extra_bytes(kernel: Kernel, tile: Tile) -> int:
     if tile.swept:
         return read_again_bytes(kernel)
     return 0 if tile.programs == 1 else 8 * kernel.column_count * tile.programs * len(kernel.sums)
+
+
+def cost_bytes(kernel: Kernel, tile: Tile) -> float:
+    """What a kernel's moves cost, in bytes from memory: what comes from a cache counts less."""
+    extra, read = extra_bytes(kernel, tile), sum(b.size_bytes for b in kernel.buffers[: kernel.inputs])
+    cached = tile.swept and read <= CACHED_ROW_BYTES * kernel.row_count
+    return moved_bytes(kernel) + (CACHED_SHARE * extra if cached else extra)

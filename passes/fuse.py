@@ -16,8 +16,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.codegen.build import build
 from autopar.codegen.cluster import Group, clusters, is_barrier
-from autopar.codegen.group import Code, FusedGroup
-from autopar.codegen.tiles import moved_bytes
+from autopar.codegen.code import Code
+from autopar.codegen.demand import Unfusable
+from autopar.codegen.group import FusedGroup
+from autopar.codegen.index import NotLinear
+from autopar.codegen.tiles import TooWide, moved_bytes, tile_of
 from autopar.codegen.triton_text import print_kernel
 from autopar.codegen.views import SPLITS, base_of, given, packet, view_of, viewed
 from autopar.program import record, set_record
@@ -39,6 +42,7 @@ class Fuse:
 
     def run(self, module: GraphModule) -> GraphModule:
         cast_in_buckets(module.graph)
+        split_norm_backwards(module.graph)
         groups = clusters(module.graph)
         if not groups:
             return module
@@ -66,6 +70,38 @@ def cast_in_buckets(graph: Graph) -> None:
             flat.replace_all_uses_with(made)
             graph.erase_node(flat)
             graph.erase_node(cast)
+
+
+def split_norm_backwards(graph: Graph) -> None:
+    """The backward of a layer norm as two ops where its rows are so long that no kernel gives both the input's gradient
+    and the sums over all rows."""
+    op = aten.native_layer_norm_backward.default
+    for whole in graph.find_nodes(op="call_function", target=op):
+        *others, mask = given(whole)
+        items = [u for u in whole.users if u.target is operator.getitem]
+        wanted = [[u for u in items if (given(u)[1] == 0) is first] for first in (True, False)]
+        if not all(wanted) or _fits(whole, items):
+            continue
+        for first, users in zip((True, False), wanted, strict=True):
+            shown = [m and (i == 0) is first for i, m in enumerate(mask)]
+            with graph.inserting_before(whole):
+                part = graph.call_function(op, (*others, shown))
+            values = tuple(v if s else None for v, s in zip(whole.meta["val"], shown, strict=True))
+            part.meta = {**whole.meta, "val": values}
+            for user in users:
+                user.replace_input_with(whole, part)
+        graph.erase_node(whole)
+
+
+def _fits(op: Node, items: Sequence[Node]) -> bool:
+    """Can an op and all its results be one kernel?"""
+    try:
+        tile_of(build((op, *items), items).kernel)
+    except (Unfusable, NotLinear):
+        return True  # nor would a part of it be one
+    except TooWide:
+        return False
+    return True
 
 
 class _Rewrite:

@@ -127,3 +127,24 @@ def test_a_bucket_is_cast_and_packed_by_one_kernel(ranks):
     torch.testing.assert_close(found(*parts), pack(*parts), rtol=2**-7, atol=0)
     assert group.mode == "interpreter"
     assert not found.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
+
+
+def test_a_long_row_of_a_norm_is_two_ops_in_the_backward():
+    """The input's gradient joins what stands around it; the sums over all rows are a kernel of their own, or ATen's."""
+
+    def block(x, h, w, b):
+        y = x + h
+        return F.layer_norm(y, (20_011,), w, b) + y
+
+    shapes = (2, 20_011), (2, 20_011), (20_011,), (20_011,)
+    values = tuple(torch.randn(s, requires_grad=True) for s in shapes)
+    graphs = lower_function(block, values)
+    with torch.no_grad():
+        loss, *saved = graphs.forward(*values)
+        grads = graphs.backward(*saved, loss)
+        found = Fuse("interpreter").run(graphs.forward)(*values)
+        torch.testing.assert_close(found[0], loss, rtol=1e-4, atol=1e-4)
+        backward = Fuse("interpreter").run(graphs.backward)
+        for out, expected in zip(backward(*saved, loss), grads, strict=True):
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
+    assert any("native_layer_norm_backward_add" in names(g) and g.code.printed.tile.swept for g in fused(backward))
