@@ -47,9 +47,11 @@ def train(payload: Mapping[str, Any]) -> dict[str, Any]:
     from torch import distributed
 
     from autopar import api
+    from autopar.errors import PlanError
     from autopar.mesh import Mesh
     from autopar.models import GPT, SIZES, GPTConfig
     from autopar.runtime.launch import report
+    from autopar.schedule.build import KINDS
 
     first = distributed.get_rank() == 0
     torch.manual_seed(0)
@@ -59,6 +61,8 @@ def train(payload: Mapping[str, Any]) -> dict[str, Any]:
     mesh = Mesh(str(payload["ranks"]), device="cpu")
     example, _ = single.example_inputs()
     m = api.parallelize(copy.deepcopy(single), mesh, example_args=example, pin=payload["pin"] or None)
+    if KINDS[m.plan.schedule].asynchronous:
+        raise PlanError(f"demo: schedule {m.plan.schedule} applies stale gradients and does not equal one device")
     optimizer = torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE)
     single_optimizer = torch.optim.AdamW(single.parameters(), lr=LEARNING_RATE)
     if first:

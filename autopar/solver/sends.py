@@ -4,7 +4,8 @@ Enters: how every op lies on the micro-batches and the axes of a stage, and the 
 every two stages of which one reads what the other makes, for one micro-batch and one rank of each.
 
 As in the stage pass a value goes straight to each stage that reads it, once; what is made of inputs alone is made again
-where it is read. A move between the two ends is made on the side where the value is smaller.
+where it is read. A move between the two ends is made on the side where the value is smaller; read in two layouts of
+which one is smaller, both are sent.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ def stage_sends(
     """
     found: dict[tuple[int, int], list[int]] = {}
     for value, source, producer in _made(analysis, decisions, stage_of):
-        read: dict[int, int] = {}
+        read: dict[tuple[int, Layout], int] = {}
+        common = decisions.reads.get(value, producer)
         for name, position in analysis.users[value]:
             reader = stage_of.get(name, source)
             if reader > source:
-                layout = decisions.reads.get(value, decisions.strategies[name].ins[position])
-                elements = min(_elements(analysis, value, x, sizes) for x in (producer, layout))
-                read[reader] = max(read.get(reader, 0), elements)
-        for reader, elements in read.items():
+                way = (producer, common, decisions.strategies[name].ins[position])
+                elements, at = min((_elements(analysis, value, x, sizes), i) for i, x in enumerate(way))
+                read[reader, way[at]] = elements
+        for (reader, _), elements in read.items():
             size_bytes = elements * analysis.dtypes[value].itemsize
             total = found.setdefault((source, reader), [0, 0])
             total[0] += size_bytes
