@@ -4,7 +4,6 @@ Enters: floating-point operations, bytes moved to and from memory, dtype and a `
 Refused: nothing; sizes may be numbers or numpy arrays, which broadcast.
 
     matmul:   t = launch + max(flop / (peak x plateau) x slow x misaligned, bytes / bandwidth)
-    op:       t = launch + max(flop / (peak x plateau) x (1 + H/d),  bytes / bandwidth)
     memory:   t = launch + bytes / bandwidth
 
 On a GPU each multiprocessor makes one tile of the result at a time, so a product takes whole waves of tiles, and the
@@ -81,23 +80,6 @@ def memory_bound_s(size_bytes: Any, profile: Profile) -> Any:
     size = np.asarray(size_bytes, dtype=np.float64)
     time_s = profile.kernel_launch_s + size / _bandwidth_bytes_per_s(profile)
     return _scalar(np.where(size > 0, time_s, 0.0))
-
-
-def op_s(flop: Any, size_bytes: Any, dtype: object, profile: Profile, min_dim: Any = None) -> Any:
-    """Seconds of an op that is neither a plain matmul nor bound by memory for sure: attention, convolution.
-
-    Args:    flop, size_bytes: work, and bytes read and written.
-             min_dim: its shortest contracted dim (the head size of attention), which limits its efficiency; None when
-             nothing does.
-    Returns: seconds, as `matmul_s`. No flop and no bytes cost 0.
-    """
-    work, size = np.asarray(flop, dtype=np.float64), np.asarray(size_bytes, dtype=np.float64)
-    slowdown: Any = 1.0
-    if min_dim is not None:
-        slowdown = 1 + profile.narrow_half_dim / np.maximum(np.asarray(min_dim, dtype=np.float64), 1.0)
-    compute_s = work / (profile.peak(dtype) * profile.matmul_plateau) * slowdown
-    time_s = profile.kernel_launch_s + np.maximum(compute_s, size / _bandwidth_bytes_per_s(profile))
-    return _scalar(np.where((work > 0) | (size > 0), time_s, 0.0))
 
 
 def _bandwidth_bytes_per_s(profile: Profile) -> float:

@@ -1,12 +1,15 @@
-"""The constants of the step-time model that no data sheet gives.
+"""The constants of the step-time model that no data sheet gives, and what kind of software runs a plan.
 
-Enters: nothing. Leaves: `Fitted`, one frozen record; `FITTED` holds the values in use. Refused: nothing.
+Enters: nothing. Leaves: `Fitted`, one frozen record; `FITTED` holds the values in use. `Software`, what a published run
+states or a plan assumes; `NATIVE` is the default backend's. Refused: nothing.
 
 All were fitted together by `tests/bench/fit_cost.py` to published training steps of all sources at once; none belongs
 to a row, a source or a model. What differs between devices (plateaus, attention, latencies) stands in their profiles.
 """
 
 from dataclasses import dataclass
+
+from autopar.cost.hardware import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +49,50 @@ class Fitted:
 
 
 FITTED = Fitted()
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """How ops are run.
+
+    Fields:  fused: ops between products share kernels; else each runs by itself. counted: with `fused` False, whether
+             each op's own bytes are counted, instead of a multiple of those of ideal fusion.
+             native_attention: fused attention is the device vendor's, not a portable one.
+             overlap: gradients are reduced, and parameters gathered, beside compute.
+    """
+
+    fitted: Fitted = FITTED
+    fused: bool = True
+    counted: bool = False
+    native_attention: bool = False
+    overlap: bool = True
+
+    @property
+    def traffic(self) -> float:
+        """Bytes moved between products, over those that `cost/traffic.py` counts."""
+        return self.fitted.fused_traffic if self.fused else 1.0 if self.counted else self.fitted.eager_traffic
+
+
+NATIVE = Software()
+"""What a plan for GPUs assumes: autopar's own backend with its kernels, collectives beside compute, torch's attention.
+
+It is what is assumed of published runs of compiled FSDP, too.
+"""
+
+ON_CPU = Software(
+    Fitted(
+        logit_traffic=1.0, host_kernel_s=0.0, flash_half_dim=0.0, overlap_slowdown=1.0, send_sync_s=0.0,
+        collective_sync_s=0.0, straggler_fraction=0.0, step_s=0.0,
+    ),
+    fused=False,
+    counted=True,
+)  # fmt: skip
+"""What a plan for processors assumes: each op by itself, collectives that take the time of the cores that compute.
+
+[derived] what a GPU's host and kernels cost beside their work is in the profile that `autopar calibrate` measures.
+"""
+
+
+def software_of(profile: Profile) -> Software:
+    """What runs a plan on devices of a profile."""
+    return NATIVE if profile.multiprocessors else ON_CPU

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost.compute import matmul_s, memory_bound_s
+from autopar.cost.compute import memory_bound_s
 from autopar.cost.fitted import FITTED, Fitted
 from autopar.cost.hardware import Profile
+from autopar.cost.op_time import COPIED_HEADS, attention_s, embedding_bytes, loss_bytes, odd_head, product_s
 from autopar.cost.transformer import (
     ELEMENT_BYTES,
     Product,
@@ -72,22 +73,19 @@ def layer(model: Transformer, shard: Shard, profile: Profile, fitted: Fitted = F
 
 
 def head(model: Transformer, shard: Shard, profile: Profile, fitted: Fitted = FITTED) -> Pass:
-    """Seconds of the logits and their cross entropy.
-
-    2-byte logits become 4-byte ones, which are read for maximum, sum and gradient; the gradient goes back to 2 bytes.
-    """
+    """Seconds of the logits and their cross entropy."""
     tokens, columns = shard.tokens(model), model.vocab / shard.tp
     forward, input_, weight = products_s([(1, tokens, columns, model.hidden)], shard.dtype, profile)
-    logits = tokens * columns * fitted.logit_traffic
-    forward += memory_bound_s(logits * (2 + 4 + 4 + 4 + 4), profile)
-    return Pass(forward, input_ + memory_bound_s(logits * (4 + 4 + 4 + 2), profile), weight)
+    moved, moved_back = loss_bytes(tokens * columns, ELEMENT_BYTES, fitted)
+    return Pass(forward + memory_bound_s(moved, profile), input_ + memory_bound_s(moved_back, profile), weight)
 
 
 def embedding(model: Transformer, shard: Shard, profile: Profile) -> Pass:
     """Seconds of the lookup, and of adding gradients to rows of a cleared table."""
     moved = shard.tokens(model) * model.hidden * ELEMENT_BYTES
     table = model.embedding_parameters / shard.tp * ELEMENT_BYTES
-    return Pass(memory_bound_s(3 * moved, profile), 0.0, memory_bound_s(3 * moved + 2 * table, profile))
+    forward, backward = embedding_bytes(moved, table)
+    return Pass(memory_bound_s(forward, profile), 0.0, memory_bound_s(backward, profile))
 
 
 def products_s(products: list[Product], dtype: str, profile: Profile) -> tuple[float, float, float]:
@@ -98,17 +96,14 @@ def products_s(products: list[Product], dtype: str, profile: Profile) -> tuple[f
 @functools.lru_cache(maxsize=16384)
 def _products_s(products: tuple[Product, ...], dtype: str, profile: Profile) -> tuple[float, float, float]:
     b, m, n, k = np.array(products, dtype=np.float64).T
-    flop = 2 * b * m * n * k
-    rows, columns, depth = np.stack([m, m, k]), np.stack([n, k, n]), np.stack([k, n, m])
-    times = matmul_s(np.stack([flop] * 3), rows, columns, depth, dtype, profile).sum(axis=1)
-    return float(times[0]), float(times[1]), float(times[2])
+    forward, left, right = product_s(2 * b * m * n * k, m, n, k, dtype, profile)
+    return float(forward.sum()), float(left.sum()), float(right.sum())
 
 
 def _attention(model: Transformer, shard: Shard, profile: Profile, fitted: Fitted) -> Pass:
     products = attention_products(model, shard)
-    odd = model.head_size * ELEMENT_BYTES % profile.alignment_bytes != 0
-    slow = 1 / fitted.odd_head_fraction if odd else 1.0
     if shard.attention == "plain":
+        slow = odd_head(model.head_size, profile, fitted)
         forward, input_, weight = products_s(products, shard.dtype, profile)
         # scale, mask and softmax in one kernel: read, write; dropout: read, write and a mask of bytes
         scores = shard.sequences * model.heads / shard.tp * model.seq * model.seq / shard.cp * fitted.score_traffic
@@ -116,12 +111,11 @@ def _attention(model: Transformer, shard: Shard, profile: Profile, fitted: Fitte
         forward = forward * slow + memory_bound_s(scores * (4 + dropout), profile)
         backward = (input_ + weight) * slow + memory_bound_s(scores * (6 + dropout), profile)
         return Pass(forward, backward, 0.0, forward)
-    # The kernel skips the masked half; its backward makes five products where the forward makes two.
     native = shard.attention == "native"
-    speed = profile.native_attention_fraction if native else profile.attention_fraction
-    narrow = (1 + fitted.flash_half_dim / model.head_size) / (1 + fitted.flash_half_dim / 128)
-    forward = causal_flop(model, shard) / (profile.peak(shard.dtype) * profile.matmul_plateau * speed) * narrow * slow
-    return Pass(forward, 2.5 * forward / fitted.flash_backward, 0.0, forward)
+    forward, backward = attention_s(
+        causal_flop(model, shard), model.head_size, shard.dtype, profile, fitted, native
+    )  # the kernel skips the masked half
+    return Pass(forward, backward, 0.0, forward)
 
 
 def pointwise_bytes(model: Transformer, shard: Shard, moe: bool = False) -> tuple[float, float]:
@@ -133,7 +127,7 @@ def pointwise_bytes(model: Transformer, shard: Shard, moe: bool = False) -> tupl
     norm, norm_back = 2 * 4, 2 * 6  # read, write; read gradient and input, write
     add, add_back = (2 * 7, 2 * 3) if shard.dropout else (2 * 6, 2 * 2)  # two reads, a write; a mask of bytes
     act, act_back = (6, 10) if model.gated else (4, 6)
-    copies = 8  # heads apart and together again
+    copies = COPIED_HEADS * ELEMENT_BYTES
     routed = 8 * tokens * h * model.top_k if moe else 0.0  # to experts and back
     forward = whole * (norm + add) + inner * act + local * copies + routed
     return forward, whole * (norm_back + add_back + 4) + inner * act_back + local * copies + routed

@@ -1,33 +1,41 @@
 """Seconds and bytes of one op under each of its strategies, and of a parameter under each way to store it.
 
-forward   launch + max(flop / rate, bytes moved / bandwidth), of the largest shard
-backward  the same with 2 x flop for contractions (a product for each input that takes a gradient), 2.5 x for
-          attention, and as many bytes again as forward plus one gradient for each input
-update    optimizer traffic of the local parameter: weights, gradient and states read, weights and states written
+    products      `compute.matmul_s` of the local sizes, and of the transposed products of the gradients
+    attention     `op_time.attention_s`, and the copies around it
+    loss, lookup  bytes of `op_time`
+    other ops     the bytes that `traffic` counts, those of ops that share a kernel moved once
+    update        `op_time.update_s` of the local parameter
+
+The same functions price published runs from sizes (`layer_time`, `training`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from autopar.cost.collective import collective_s
-from autopar.cost.compute import element_bytes, memory_bound_s, op_s
+from autopar.cost.compute import element_bytes, memory_bound_s
+from autopar.cost.fitted import NATIVE, Software
 from autopar.cost.hardware import Profile
 from autopar.cost.memory import parameter_bytes
 from autopar.cost.offload import offload_price
+from autopar.cost.op_time import COPIED_HEADS, attention_s, embedding_bytes, loss_bytes, norm_s, product_s, update_s
+from autopar.cost.traffic import Traffic, op_name
 from autopar.layout import Layout, Parts, chunk, largest_local_parts
 from autopar.mesh import LogicalMesh
+from autopar.rules.analyse import Op
 from autopar.rules.refine import Factor
 from autopar.rules.rule import Rule
 from autopar.rules.strategy import Strategy
 
 Floats = NDArray[np.float64]
+Operand = tuple[Parts, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,103 +49,193 @@ class OpPrice:
     moved_bytes: Floats
     forward_s: Floats
     """The forward's share of compute and communication: what recomputation pays again."""
+    backward_s: Floats
+    """The backward's share of compute."""
+    weight_s: Floats
+    """The part of that which makes gradients of weights alone."""
 
 
 def price_op(
-    rule: Rule,
-    factors: Sequence[Factor],
+    op: Op,
     strategies: Sequence[Strategy],
-    ins: Sequence[tuple[Parts, torch.dtype]],
-    outs: Sequence[tuple[Parts, torch.dtype]],
-    in_grads: Sequence[bool],
+    ins: Sequence[Operand],
+    outs: Sequence[Operand],
+    moves: Traffic,
     mesh: LogicalMesh,
     profile: Profile,
+    software: Software = NATIVE,
     attention: bool = False,
 ) -> OpPrice:
     """Price all strategies of an op at once; ins and outs give the parts and dtype of each operand."""
-    by_name = {f.name: f for f in factors}
-    n = len(strategies)
-    flop, moved, comm, comm_forward, narrow = (np.zeros(n) for _ in range(5))
-    differentiable = any(in_grads)
-    for i, strategy in enumerate(strategies):
-        flop[i] = rule.flop * share(strategy, by_name, mesh)
-        sizes = [_local_bytes(p, d, layout, mesh) for (p, d), layout in zip(ins, strategy.ins, strict=True)]
-        out_sizes = [_local_bytes(p, d, layout, mesh) for (p, d), layout in zip(outs, strategy.outs, strict=True)]
-        moved[i] = 0.0 if rule.view else sum(sizes) + sum(out_sizes)
-        for total_s, backward in ((comm_forward, False), (comm, differentiable)):
-            total_s[i] = _distributed_s(
-                rule, strategy, by_name, outs[0][1] if outs else torch.float32, backward, mesh, profile
-            )
-        narrow[i] = _narrowest(rule, strategy, by_name, mesh)
+    local = _LocalSizes.of(op, strategies, mesh)
     dtype = outs[0][1] if outs else torch.float32
-    # a view launches nothing, so it costs nothing
-    forward = (
-        np.zeros(n)
-        if rule.view
-        else np.asarray(op_s(flop, moved, dtype, profile, min_dim=narrow if rule.flop else None))
+    sizes = [_local_bytes(operand, [s.ins[i] for s in strategies], mesh) for i, operand in enumerate(ins)]
+    out_sizes = [_local_bytes(operand, [s.outs[i] for s in strategies], mesh) for i, operand in enumerate(outs)]
+    moved: Floats = sum((*sizes, *out_sizes), np.zeros(len(strategies)))
+    differentiable = any(op.in_grads)
+    parts = _Parts(op, local, ins, outs, sizes, out_sizes, moves, profile, software, dtype)
+    if op.rule.view:
+        forward = backward = weight = np.zeros(len(strategies))
+    elif attention and op.rule.flop:
+        forward, backward, weight = parts.attention()
+    elif op.rule.flop:
+        forward, backward, weight = parts.product()
+    else:
+        forward, backward, weight = _SPECIAL.get(op_name(op), _Parts.pointwise)(parts)
+    comm_forward, comm_backward = _distributed_s(op.rule, strategies, op.by_name, dtype, mesh, profile)
+    if not differentiable:
+        backward, weight, comm_backward = 0 * backward, 0 * weight, 0 * comm_backward
+    backward = backward + weight
+    return OpPrice(
+        compute_s=forward + backward,
+        communication_s=comm_forward + comm_backward,
+        flop=local.flop,
+        moved_bytes=moved,
+        forward_s=forward + comm_forward,
+        backward_s=backward,
+        weight_s=weight,
     )
-    total = forward
-    if differentiable and not rule.view:
-        times = (2.5 if attention else float(min(2, sum(in_grads)))) if rule.flop else 0.0
-        total = forward + np.asarray(
-            op_s(times * flop, 2 * moved, dtype, profile, min_dim=narrow if rule.flop else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LocalSizes:
+    """Sizes of an op's loops on the rank with the largest shard, by letter, and its flop; arrays over strategies."""
+
+    sizes: Mapping[str, Floats]
+    flop: Floats
+
+    @staticmethod
+    def of(op: Op, strategies: Sequence[Strategy], mesh: LogicalMesh) -> _LocalSizes:
+        sizes = {letter: np.full(len(strategies), float(size)) for letter, size in op.rule.sizes.items()}
+        flop = np.full(len(strategies), op.rule.flop)
+        for i, strategy in enumerate(strategies):
+            left: dict[str, int] = {}
+            for axis, option in enumerate(strategy.options):
+                factor = op.by_name.get(option)
+                if factor is not None and factor.size:
+                    whole = left.get(option, factor.size)
+                    left[option] = chunk(whole, mesh.axes[axis].size, 0)[1]
+                    sizes[factor.letter][i] *= left[option] / whole
+                    flop[i] *= left[option] / whole
+        return _LocalSizes(sizes, flop)
+
+    def times(self, letters: Sequence[str]) -> Floats:
+        """Product of the sizes of some letters."""
+        out = np.ones(len(self.flop))
+        for letter in letters:
+            out = out * self.sizes[letter]
+        return out
+
+
+Seconds = tuple[Floats, Floats, Floats]
+"""Of the forward, of the gradients by activations, of the gradients by weights."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """Seconds of one op; what its operands and loops are on a rank, arrays over strategies."""
+
+    op: Op
+    local: _LocalSizes
+    ins: Sequence[Operand]
+    outs: Sequence[Operand]
+    in_bytes: Sequence[Floats]
+    out_bytes: Sequence[Floats]
+    moves: Traffic
+    profile: Profile
+    software: Software
+    dtype: torch.dtype
+
+    def moved_s(self, size_bytes: Any, launches: int = 1) -> Floats:
+        seconds = np.asarray(memory_bound_s(size_bytes, self.profile), dtype=np.float64)
+        return seconds - (0 if launches else self.profile.kernel_launch_s) * (np.asarray(size_bytes) > 0)
+
+    def none(self) -> Floats:
+        return np.zeros(len(self.local.flop))
+
+    def product(self) -> Seconds:
+        """A contraction: rows are what the left operand brings to the result, columns what only the right one does."""
+        rule, local = self.op.rule, self.local
+        out = {f for dim in rule.outs[0] for f in dim}
+        tensors = [{f for dim in dims for f in dim} for dims in rule.ins]
+        left, right = (*tensors, set(), set())[:2]
+        columns = local.times([f for f in rule.letters if f in out and f in right and f not in left])
+        batch = local.times([f for f in rule.letters if f in out and f in right and f in left])
+        rows = local.times([f for f in rule.letters if f in out and f not in right])
+        depth = local.flop / np.maximum(2 * batch * rows * columns, 1.0)
+        forward, by_left, by_right = product_s(local.flop, rows, columns, depth, self.dtype, self.profile)
+        grads = (*self.op.in_grads, False, False)
+        return forward, by_left * grads[0], by_right * grads[1]
+
+    def attention(self) -> Seconds:
+        head = float(self.ins[0][0].shape[-1])
+        software = self.software
+        forward, backward = attention_s(
+            self.local.flop, head, self.dtype, self.profile, software.fitted, software.native_attention
         )
-    return OpPrice(total, comm, flop, moved, forward + comm_forward)
+        copies = self.moved_s(COPIED_HEADS * self.out_bytes[0] * software.traffic)
+        return forward + copies, backward + copies, self.none()
+
+    def loss(self) -> Seconds:
+        width = element_bytes(self.ins[0][1])
+        forward, backward = loss_bytes(self.in_bytes[0] / width, width, self.software.fitted)
+        return self.moved_s(forward), self.moved_s(backward), self.none()
+
+    def lookup(self) -> Seconds:
+        forward, backward = embedding_bytes(self.out_bytes[0], self.in_bytes[0])
+        return self.moved_s(forward), self.none(), self.moved_s(backward)
+
+    def pointwise(self) -> Seconds:
+        launches = int(self.moves.launches)
+        found = []
+        for ins, outs in (self.moves.forward, self.moves.backward):
+            weights = (*zip(ins, self.in_bytes, strict=True), *zip(outs, self.out_bytes, strict=True))
+            size = sum((times * size for times, size in weights), self.none())
+            found.append(self.moved_s(size * self.software.traffic, launches))
+        return found[0], found[1], self.none()
 
 
-def share(strategy: Strategy, factors: Mapping[str, Factor], mesh: LogicalMesh) -> float:
-    """The part of an op's work that falls on the rank with the largest shard."""
-    out = 1.0
-    left = {name: f.size for name, f in factors.items()}
-    for axis, option in enumerate(strategy.options):
-        if left.get(option):
-            size = chunk(left[option], mesh.axes[axis].size, 0)[1]
-            out *= size / left[option]
-            left[option] = size
-    return out
+_SPECIAL = {
+    "cross_entropy_loss": _Parts.loss,
+    "embedding": _Parts.lookup,
+    "index_select": _Parts.lookup,
+}
 
 
-def _narrowest(rule: Rule, strategy: Strategy, factors: Mapping[str, Factor], mesh: LogicalMesh) -> float:
-    """Smallest local size of a factor of a contraction; products with a thin side run slowly."""
-    sizes: dict[str, float] = {}
-    for letter in rule.letters:
-        sizes[letter] = float(rule.sizes[letter])
-    for axis, option in enumerate(strategy.options):
-        if option in factors:
-            sizes[factors[option].letter] = max(1.0, sizes[factors[option].letter] / mesh.axes[axis].size)
-    rows = math.prod(v for k, v in sizes.items() if k.startswith("e"))
-    rest = [v for k, v in sizes.items() if not k.startswith("e")]
-    return min([rows, *rest]) if rest else rows
-
-
-def _local_bytes(parts: Parts, dtype: torch.dtype, layout: Layout, mesh: LogicalMesh) -> float:
-    return largest_local_parts(parts, layout, mesh.sizes).numel * float(element_bytes(dtype))
+def _local_bytes(operand: Operand, layouts: Sequence[Layout], mesh: LogicalMesh) -> Floats:
+    """Bytes of the largest shard under each layout."""
+    parts, dtype = operand
+    width = float(dtype.itemsize)
+    sizes = {x: largest_local_parts(parts, x, mesh.sizes).numel * width for x in set(layouts)}
+    return np.array([sizes[x] for x in layouts], dtype=np.float64)
 
 
 def _distributed_s(
     rule: Rule,
-    strategy: Strategy,
+    strategies: Sequence[Strategy],
     factors: Mapping[str, Factor],
     dtype: torch.dtype,
-    backward: bool,
     mesh: LogicalMesh,
     profile: Profile,
-) -> float:
-    """Seconds of the collectives inside a distributed strategy."""
-    total = 0.0
-    for axis, option in enumerate(strategy.options):
-        special = rule.distributed.get(factors[option].letter) if option in factors else None
-        for collective in special.collectives if special is not None else ():
-            size = float(element_bytes(dtype))
-            for letter in collective.factors:
-                size *= rule.sizes[letter]
-                for other, cut in enumerate(strategy.options):
-                    if cut in factors and factors[cut].letter == letter:
-                        size /= mesh.axes[other].size
-            for kind in (collective.forward, collective.backward if backward else "nothing"):
-                if kind != "nothing":
-                    total += float(collective_s(kind, size, mesh.axes[axis], profile))
-    return total
+) -> tuple[Floats, Floats]:
+    """Seconds of the collectives inside distributed strategies, forward and backward."""
+    forward, backward = np.zeros(len(strategies)), np.zeros(len(strategies))
+    if not rule.distributed:
+        return forward, backward
+    for i, strategy in enumerate(strategies):
+        for axis, option in enumerate(strategy.options):
+            special = rule.distributed.get(factors[option].letter) if option in factors else None
+            for collective in special.collectives if special is not None else ():
+                size = float(element_bytes(dtype))
+                for letter in collective.factors:
+                    size *= rule.sizes[letter]
+                    for other, cut in enumerate(strategy.options):
+                        if cut in factors and factors[cut].letter == letter:
+                            size /= mesh.axes[other].size
+                for kind, total_s in ((collective.forward, forward), (collective.backward, backward)):
+                    if kind != "nothing":
+                        total_s[i] += float(collective_s(kind, size, mesh.axes[axis], profile))
+    return forward, backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +245,8 @@ class StoragePrice:
     update_s: Floats
     memory_bytes: Floats
     host_bytes: Floats
+    norm_s: Floats
+    """What the training loop does with the gradients, whatever the plan."""
 
 
 def price_storage(
@@ -171,15 +271,15 @@ def price_storage(
     if not trainable:
         held = parameter_bytes(0, width, precision)
         if offload != "parameters":
-            return StoragePrice(none, elements * width, none)
+            return StoragePrice(none, elements * width, none, none)
         sent = 1 if gathered_once or whole_call else 2
         stays = elements * width if whole_call and not gathered_once else none
         fetched_s = elements * sent * (held.compute_copy or width) / profile.host_link_bytes_per_s
-        return StoragePrice(fetched_s, stays, elements * width)
+        return StoragePrice(fetched_s, stays, elements * width, none)
     held = parameter_bytes(optimizer, width, precision)
+    clear_s = np.asarray(norm_s(elements, held, profile))
     if offload != "none":
         price = offload_price(held, offload, gathered_once, whole_call, profile)
-        update_s = elements * price.update_s + 2 * profile.kernel_launch_s  # a copy there and one back
-        return StoragePrice(update_s, elements * price.device_bytes, elements * price.host_bytes)
-    traffic = 2 * held.weights + held.gradients + 2 * held.optimizer
-    return StoragePrice(np.asarray(memory_bound_s(elements * traffic, profile)), elements * held.total, none)
+        update = elements * price.update_s + 2 * profile.kernel_launch_s  # a copy there and one back
+        return StoragePrice(update, elements * price.device_bytes, elements * price.host_bytes, clear_s)
+    return StoragePrice(np.asarray(update_s(elements, held, profile)), elements * held.total, none, clear_s)

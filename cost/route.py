@@ -33,6 +33,26 @@ STEP_S = 1e-8
 """Least price of a transition, so that chains have no loops and ties go to the shorter one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How collectives of one kind of value run.
+
+    sync_s: what one costs besides its time on the wire. share: of its time that is felt where it runs beside compute.
+    shown: share of one gather and one reduction that nothing hides, since they are the first and the last.
+    together: one sends so many times this value, the others of its block. reduced: width of a gradient over that of
+    the value.
+    """
+
+    sync_s: float = 0.0
+    share: float = 1.0
+    shown: float = 0.0
+    together: float = 1.0
+    reduced: float = 1.0
+
+
+IN_LINE = Wire()
+
+
 @dataclass(frozen=True, eq=False)
 class Routes:
     """All layouts of one kind of value and the prices between them."""
@@ -43,9 +63,21 @@ class Routes:
     """[from, to] seconds of a single transition, forward and backward; inf where none joins the two."""
     cost_s: Floats
     """[from, to] seconds of the cheapest chain."""
+    ahead_s: Floats
+    """[from, to] seconds of the forward's share of a single transition, made once."""
+    shown: float
+    """Of its `Wire`."""
 
     def between(self, source: Layout, target: Layout) -> float:
         return float(self.cost_s[self.index[source], self.index[target]])
+
+    def forward_s(self, source: Layout, target: Layout) -> float:
+        """The forward's share of `between`, made once."""
+        total, at = 0.0, self.index[source]
+        for layout in self.path(source, target):
+            total += float(self.ahead_s[at, self.index[layout]])
+            at = self.index[layout]
+        return total
 
     def path(self, source: Layout, target: Layout) -> tuple[Layout, ...]:
         """The layouts after each transition, the last one being `target`; empty when nothing is to do."""
@@ -66,6 +98,7 @@ def routes(
     mesh: LogicalMesh,
     profile: Profile,
     forwards: int = 1,
+    wire: Wire = IN_LINE,
 ) -> Routes:
     """Routes of a value. cut: the flat parts that some layout cuts; others stay whole. forwards: 2 where the backward
     makes the transition again.
@@ -76,6 +109,7 @@ def routes(
         len(states), len(mesh.axes)
     )
     step = np.full((len(states), len(states)), np.inf)
+    ahead = np.zeros_like(step)
     np.fill_diagonal(step, 0.0)
     for axis, logical in enumerate(mesh.axes):
         uncut_bytes = _uncut_bytes(parts, kinds, codes, axis, mesh) * element_bytes
@@ -89,14 +123,21 @@ def routes(
                 rows &= ~inner[j]
             at = np.flatnonzero(rows)
             strided = any(p.kind == "S" and math.prod(parts.flat[: p.part]) > 1 for p in (source, target))
-            price = _Price(logical, profile, strided)
-            step[at, at + (j - i) * stride] = price.transition_s(
-                source, target, uncut_bytes[at], takes_gradient, forwards
-            )
+            price = _Price(logical, profile, strided, wire)
+            forward_s, backward_s = price.transition_s(source, target, uncut_bytes[at])
+            ahead[at, at + (j - i) * stride] = forward_s
+            backward_s = backward_s if takes_gradient else 0.0 * backward_s
+            shown_s = (forward_s + backward_s) * wire.shown / wire.share if gathers(source, target) else 0.0
+            step[at, at + (j - i) * stride] = forwards * forward_s + backward_s + shown_s
     cost = step.copy()
     for k in range(len(states)):  # Floyd-Warshall, a row of pairs at a time
         np.minimum(cost, cost[:, k, None] + cost[None, k, :], out=cost)
-    return Routes(states, {s: i for i, s in enumerate(states)}, step, cost)
+    return Routes(states, {s: i for i, s in enumerate(states)}, step, cost, ahead, wire.shown)
+
+
+def gathers(source: Placement, target: Placement) -> bool:
+    """Does this transition make a whole value of shards?"""
+    return TRANSITIONS[source.kind, target.kind].forward == "all_gather"
 
 
 def _uncut_bytes(parts: Parts, kinds: list[Placement], codes: Ints, axis: int, mesh: LogicalMesh) -> Floats:
@@ -118,16 +159,13 @@ class _Price:
     profile: Profile
     strided: bool
     """Does a shard lie in pieces, so that a collective needs a copy into or out of rows?"""
+    wire: Wire
 
-    def transition_s(
-        self, source: Placement, target: Placement, uncut_bytes: Floats, takes_gradient: bool, forwards: int
-    ) -> Floats:
+    def transition_s(self, source: Placement, target: Placement, uncut_bytes: Floats) -> tuple[Floats, Floats]:
         """Forward and backward, for buffers of these sizes when the axis does not cut them."""
-        forward = forwards * self.primitive_s(TRANSITIONS[source.kind, target.kind].forward, uncut_bytes)
-        return (
-            forward + self.primitive_s(TRANSITIONS[source.kind, target.kind].backward, uncut_bytes)
-            if takes_gradient
-            else forward
+        row = TRANSITIONS[source.kind, target.kind]
+        return self.primitive_s(row.forward, uncut_bytes), self.primitive_s(
+            row.backward, uncut_bytes * self.wire.reduced
         )
 
     def primitive_s(self, primitive: str, uncut_bytes: Floats) -> Floats:
@@ -139,4 +177,6 @@ class _Price:
         size = uncut_bytes / self.axis.size if primitive == "all_to_all" else uncut_bytes
         rows = self.strided and primitive != "all_reduce"
         copy_s = np.asarray(memory_bound_s(2 * size, self.profile)) if rows else 0.0
-        return STEP_S + copy_s + np.asarray(collective_s(primitive, size, self.axis, self.profile))
+        wire = self.wire
+        wire_s = np.asarray(collective_s(primitive, size * wire.together, self.axis, self.profile)) / wire.together
+        return STEP_S + copy_s + wire.sync_s + wire.share * wire_s

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from autopar.cost.compute import memory_bound_s
 from autopar.cost.fitted import FITTED, Fitted
 from autopar.cost.layer_time import Pass, embedding, head, layer
+from autopar.cost.memory import ParameterBytes
+from autopar.cost.op_time import felt_s, norm_s, update_s
 from autopar.cost.training_run import Run
-from autopar.cost.training_wire import Sends, activation_message_bytes, data_s, felt_s, in_line_s, layer_s
+from autopar.cost.training_wire import Sends, activation_message_bytes, data_s, in_line_s, layer_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +141,11 @@ def _accumulate_s(run: Run, stage: int, fitted: Fitted) -> float:
 
 
 def _update_s(run: Run, stage: int, fitted: Fitted) -> float:
-    """The optimizer: gradient, master weight and moments read, the latter written, a 16-bit copy; norm and clearing."""
+    """The optimizer, with fp32 master weights and two moments, and fixed costs."""
     local = run.weights(stage) / (run.axes["data"].size if run.zero else 1)
-    traffic = (8 + run.moment_bytes) + (4 + run.moment_bytes) + 2 + 3 * run.reduce_bytes
-    return float(memory_bound_s(local * traffic, run.profile)) + fitted.step_s
+    wide, held = ParameterBytes(4, 2, 4, run.moment_bytes), ParameterBytes(4, 2, run.reduce_bytes, run.moment_bytes)
+    moved_s = update_s(local, wide, run.profile) + norm_s(local, held, run.profile)
+    return float(moved_s - run.profile.kernel_launch_s) + fitted.step_s
 
 
 Bubble = Callable[[Run, list[Stage], list[float], int], float]

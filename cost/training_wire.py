@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from autopar.cost.collective import collective_s
 from autopar.cost.fitted import Fitted
 from autopar.cost.layer_time import Pass
+from autopar.cost.op_time import felt_s
 from autopar.cost.training_run import Run, merge
 from autopar.cost.transformer import ELEMENT_BYTES
 from autopar.errors import PlanError
@@ -23,11 +24,6 @@ from autopar.mesh import Axis
 
 PORT_BYTES_PER_S = 12.5e9
 """[spec] a network port of 100 Gb/s: what a lone device reaches where a node shares fewer or slower ports."""
-
-
-def felt_s(compute_s: float, wire_s: float, fitted: Fitted) -> float:
-    """What is felt of communication beside compute."""
-    return max(wire_s - compute_s, 0.0) + fitted.overlap_slowdown * min(wire_s, compute_s)
 
 
 def in_line_s(run: Run, kind: str, size_bytes: float, axis: Axis, fitted: Fitted) -> float:

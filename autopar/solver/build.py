@@ -14,16 +14,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from autopar.cost.compute import element_bytes
+from autopar.cost.fitted import Software, software_of
 from autopar.cost.hardware import Profile
+from autopar.cost.memory import parameter_bytes
 from autopar.cost.price import OpPrice, StoragePrice, price_op, price_storage
-from autopar.cost.route import Routes, routes
+from autopar.cost.route import Routes, Wire, routes
 from autopar.cost.saved import saved_values
+from autopar.cost.traffic import op_name, traffic
 from autopar.layout import I, Layout, Parts, largest_local_parts
 from autopar.mesh import LogicalMesh
 from autopar.program import record
@@ -37,6 +41,10 @@ from autopar.solver.settings import Settings, compute_dtype
 from autopar.solver.sinks import left_layout, sink_values, stable_name
 from autopar.solver.storage import allowed_storage
 
+LOSS_BYTES = 4
+"""[derived] bytes of a logit at the peak of the loss, beside the logit: an fp32 copy that its gradient overwrites."""
+
+Floats = NDArray[np.float64]
 OpKey = str
 ValueKey = tuple[str, int]
 """(representative op or source, output index)."""
@@ -62,6 +70,27 @@ class Built:
     read_choice: Mapping[str, int]
     """Value name -> choice."""
     read_layouts: Mapping[int, list[Layout]]
+    software: Software
+    stored_edges: tuple[StoredEdge, ...]
+    loss_bytes: Mapping[str, Floats]
+    """What a loss needs while it runs, of each option."""
+    recomputed: frozenset[str]
+    """Ops that the backward runs again."""
+    launched: frozenset[str]
+    """Ops that begin a kernel."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredEdge:
+    """From a stored parameter to a reader: what may run beside compute. forwards: times the forward's part is made."""
+
+    edge: int
+    routing: Routes
+    rows: list[Layout]
+    columns: list[Layout]
+    count: int
+    forwards: int
+    shown: float
 
 
 def build(
@@ -90,6 +119,9 @@ class _Builder:
         }
         self.repeated = frozenset(self.block_of)
         again = frozenset(name for name, op in analysis.ops.items() if self.recomputed(op))
+        self.software = settings.software or software_of(profile)
+        self.moves = traffic(analysis, self.software.fused or not self.software.counted)
+        self.again = again
         self.saved = saved_values(analysis, self.roles.weights, again, self.block_of)
         self.names: list[str] = []
         self.costs: list[NDArray[np.float64]] = []
@@ -97,12 +129,14 @@ class _Builder:
         self.layouts: list[dict[int, list[Layout]]] = []
         """For each choice: output index -> layout of each option."""
         self.edges: list[Edge] = []
+        self.stored_edges: list[StoredEdge] = []
         self.op_choice: dict[str, int] = {}
         self.op_strategies: dict[str, list[Strategy]] = {}
         self.op_prices: dict[str, OpPrice] = {}
         self.storage_choice: dict[str, int] = {}
         self.storage_layouts: dict[str, list[Layout]] = {}
         self.storage_prices: dict[str, StoragePrice] = {}
+        self.loss_bytes: dict[str, Floats] = {}
         self.read_choice: dict[str, int] = {}
         self.read_layouts: dict[int, list[Layout]] = {}
 
@@ -137,6 +171,11 @@ class _Builder:
             storage_prices=self.storage_prices,
             read_choice=self.read_choice,
             read_layouts=self.read_layouts,
+            software=self.software,
+            stored_edges=tuple(self.stored_edges),
+            loss_bytes=self.loss_bytes,
+            recomputed=self.again,
+            launched=frozenset(name for name, moves in self.moves.items() if moves.launches),
         )
 
     def add_choice(
@@ -153,20 +192,26 @@ class _Builder:
     def add_op(self, op: Op) -> None:
         found = self.options.of(op)
         price = price_op(
-            op.rule,
-            op.factors,
+            op,
             found,
             [self.operand(v) for v in op.ins],
             [self.operand(v) for v in op.outs],
-            op.in_grads,
+            self.moves[op.name],
             self.mesh,
             self.profile,
+            self.software,
             is_attention(op),
         )
         count = self.counts[op.name]
         by_output = {i: [s.outs[i] for s in found] for i in range(len(op.outs))}
         seconds = price.compute_s + price.communication_s + (price.forward_s if self.recomputed(op) else 0.0)
-        self.op_choice[op.name] = self.add_choice(record(op.node).op, seconds * count, np.zeros(len(found)), by_output)
+        memory = np.zeros(len(found))
+        if op_name(op) == "cross_entropy_loss" and any(op.in_grads):  # no other activation has been freed by then
+            elements = self.saved_bytes(op.ins[0], [s.ins[0] for s in found]) / element_bytes(
+                self.operand(op.ins[0])[1]
+            )
+            memory = self.loss_bytes[op.name] = LOSS_BYTES * elements
+        self.op_choice[op.name] = self.add_choice(record(op.node).op, seconds * count, memory, by_output)
         self.op_strategies[op.name], self.op_prices[op.name] = found, price
 
     def recomputed(self, op: Op) -> bool:
@@ -231,7 +276,8 @@ class _Builder:
             return
         start, start_layouts = source
         used = self.used_parts([*start_layouts, *(x for _, layouts, _, _ in ends for x in layouts)])
-        routing = self.routes(value, used, 2 if self.moved_again(value, readers) else 1)
+        forwards = 2 if self.moved_again(value, readers) else 1
+        routing = self.routes(value, used, forwards)
         if len(ends) > 1:
             domain = sorted({x for _, layouts, _, _ in ends for x in layouts} | set(start_layouts))
             domain = self.fixed_read(value, domain) or domain
@@ -241,13 +287,13 @@ class _Builder:
             self.read_layouts[read] = domain
             for name in values:
                 self.read_choice[name] = read
-            self.add_edge(start, start_layouts, read, domain, routing, count, producer)
+            self.add_edge(start, start_layouts, read, domain, routing, count, producer, forwards)
             start, start_layouts = read, domain
         elif saved:
             choice, layouts, _, _ = ends[0]
             self.memories[choice] = self.memories[choice] + self.saved_bytes(value, layouts) * kept
         for choice, layouts, _, _ in ends:
-            self.add_edge(start, start_layouts, choice, layouts, routing, count, producer if len(ends) == 1 else None)
+            self.add_edge(start, start_layouts, choice, layouts, routing, count, producer, forwards)
 
     def fixed_read(self, value: str, domain: list[Layout]) -> list[Layout]:
         """The plan's common read of this value, where it still exists."""
@@ -286,7 +332,40 @@ class _Builder:
 
     def routes(self, value: str, used: tuple[int, ...], forwards: int = 1) -> Routes:
         parts, dtype = self.operand(value)
-        return routes(parts, element_bytes(dtype), self.analysis.grads[value], used, self.mesh, self.profile, forwards)
+        width, wire = element_bytes(dtype), self.wire(value)
+        return routes(parts, width, self.analysis.grads[value], used, self.mesh, self.profile, forwards, wire)
+
+    def wire(self, value: str) -> Wire:
+        """Parameters of a block are sent together, beside compute; what ops make is waited for."""
+        fitted = self.software.fitted
+        if value not in self.sources or value not in self.roles.weights:
+            return Wire(fitted.collective_sync_s)
+        block = self.block_bytes.get(self.home(value), 0.0)
+        own = max(1.0, self.analysis.parts[value].numel * float(element_bytes(self.analysis.dtypes[value])))
+        held = parameter_bytes("none", element_bytes(self.analysis.dtypes[value]), self.settings.precision)
+        blocks = max((len(c.blocks) for c in self.analysis.program.classes), default=1)
+        overlaps = self.software.overlap and fitted.overlap_slowdown < 1
+        return Wire(
+            share=fitted.overlap_slowdown if self.software.overlap else 1.0,
+            shown=1 / blocks if overlaps else 0.0,
+            together=max(1.0, block / own),
+            reduced=held.gradients / element_bytes(self.operand(value)[1]),
+        )
+
+    def home(self, source: str) -> str:
+        """The block that first reads a parameter."""
+        readers = self.analysis.users.get(source, ())
+        return record(self.analysis.ops[readers[0][0]].node).block if readers else ""
+
+    @cached_property
+    def block_bytes(self) -> Mapping[str, float]:
+        """Bytes of the parameters of each block, as stored."""
+        found: dict[str, float] = defaultdict(float)
+        for source in self.analysis.program.sources:
+            if source.kind == "parameter":
+                width = element_bytes(self.analysis.dtypes[source.node])
+                found[self.home(source.node)] += self.analysis.parts[source.node].numel * width
+        return found
 
     def add_edge(
         self,
@@ -296,26 +375,43 @@ class _Builder:
         target_layouts: list[Layout],
         routing: Routes,
         count: int,
-        producer: ValueKey | None,
+        producer: ValueKey,
+        forwards: int,
     ) -> None:
         rows, row_of = _distinct(source_layouts)
         columns, column_of = _distinct(target_layouts)
         cost = routing.cost_s[np.ix_([routing.index[x] for x in rows], [routing.index[x] for x in columns])] * count
         memory = None
-        if producer is not None and producer[0] in self.storage_choice:
+        if producer[0] in self.storage_choice:
             cost = cost + self.forbidden_gathers(rows, columns)
-            memory = self.gathered_bytes(producer[0], rows, columns) * count
+            memory = self.gathered_bytes(producer[0], rows, columns, count)
+            self.stored_edges.append(
+                StoredEdge(len(self.edges), routing, rows, columns, count, forwards, routing.shown)
+            )
         self.edges.append(Edge(source, target, row_of, column_of, cost, memory))
 
-    def gathered_bytes(self, node: str, rows: Sequence[Layout], columns: Sequence[Layout]) -> NDArray[np.float64]:
-        """What ZeRO 1 and 2 keep for a whole step: the gathered parameter, at level 1 its whole gradient, too."""
-        copies = {1: 2, 2: 1}.get(self.settings.pins.zero or 0, 0)
+    def gathered_bytes(self, node: str, rows: Sequence[Layout], columns: Sequence[Layout], count: int) -> Floats:
+        """What is held of gathered parameters. ZeRO 1 and 2 keep them for a whole step, at level 1 the whole gradient,
+        too; else a block's and the next one's are there, and the gradients of one, where blocks repeat. Of other
+        parameters one is there at a time: each counts by its share of them.
+        """
+        kept = {1: 2, 2: 1}.get(self.settings.pins.zero or 0, 0) * count
+        reduced = self.wire(node).reduced if self.analysis.grads[node] else 0.0
+        passing = 2 + reduced if count > 1 else self.single_bytes.get(node, 0.0)
         out = np.zeros((len(rows), len(columns)))
         for j, size_bytes in enumerate(self.saved_bytes(node, columns)):
             for i, row in enumerate(rows):
                 if any(p.kind == "S" and q.kind != "S" for p, q in zip(row, columns[j], strict=True)):
-                    out[i, j] = copies * size_bytes
+                    out[i, j] = (kept or passing) * size_bytes
         return out
+
+    @cached_property
+    def single_bytes(self) -> Mapping[str, float]:
+        """Parameters of no repeated block: the share that each has of all of them."""
+        nodes = [s.node for s in self.analysis.program.sources if s.kind == "parameter" and self.counts[s.node] == 1]
+        sizes = {node: float(self.analysis.parts[node].numel) for node in nodes}
+        total = sum(sizes.values()) or 1.0
+        return {node: size / total for node, size in sizes.items()}
 
     def forbidden_gathers(self, rows: Sequence[Layout], columns: Sequence[Layout]) -> NDArray[np.float64]:
         """ZeRO 0 stores parameters as they are used: no gathers on the data axes."""

@@ -18,6 +18,7 @@ from autopar.solver.roles import is_attention
 from autopar.solver.search import Found
 from autopar.solver.settings import Fixed, Settings, compute_dtype
 from autopar.solver.sinks import stable_name
+from autopar.solver.step import passing_bytes, step_of
 from autopar.user_function import op_text
 
 
@@ -125,11 +126,8 @@ def _predicted(analysis: Analysis, found: Found, settings: Settings) -> dict[str
     counts: dict[str, int] = {}
     for first in built.representative.values():
         counts[first] = counts.get(first, 0) + 1
-    compute = sum(float(built.op_prices[n].compute_s[options[c]]) * counts[n] for n, c in built.op_choice.items())
-    update = sum(
-        float(built.storage_prices[n].update_s[options[c]]) * counts[n] for n, c in built.storage_choice.items()
-    )
-    step = found.solution.objective_s
+    parts = step_of(built, options, found.solution.objective_s)
+    step, passing = parts.total_s, passing_bytes(built, options)
     states = sum(
         float(built.storage_prices[n].memory_bytes[options[c]]) * counts[n] for n, c in built.storage_choice.items()
     )
@@ -156,13 +154,14 @@ def _predicted(analysis: Analysis, found: Found, settings: Settings) -> dict[str
         "peak_memory_bytes": [found.solution.memory_bytes],
         "memory": {
             "parameters_gradients_optimizer": states,
-            "activations": max(0.0, found.solution.memory_bytes - states),
+            "activations": max(0.0, found.solution.memory_bytes - states - passing),
+            "gathered_and_loss": passing,
             **({"host": host} if host else {}),
         },
         "breakdown_s": {
-            "compute": compute,
-            "exposed_communication": max(0.0, step - compute - update),
-            "optimizer": update,
+            "compute": parts.compute_s,
+            "exposed_communication": parts.exposed_s + parts.data_s,
+            "optimizer": parts.update_s,
             "bubble": 0.0,
         },
     }

@@ -1,8 +1,8 @@
 """Choose the logical axes, too: solve one problem for each way to factor the mesh, keep the best plan.
 
 What enters: an `Analysis`, the topology, settings. What leaves: a `Found`: the axes, the built problem, its solution.
-    The first
-factoring is one axis a level; others divide a level, or a pinned tp that the model's heads do not divide.
+The first factoring is one axis a level; then come those with one data axis across nodes; others divide a level, or a
+pinned tp that the model's heads do not divide.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def search(
         for pinned in _roles_of_layouts(settings, topology)
         for mesh in candidates(analysis, topology, pinned)[:most]
     ]
+    tries[1:1] = [(pinned, factor_axes(topology, pinned.pins.degrees)) for pinned in _across_nodes(settings, topology)]
     for pinned, mesh in tries:
         if best is not None and spent + len(best.built.op_choice) * GROWTH ** len(mesh.axes) > WORK:
             continue
@@ -81,6 +82,18 @@ def search(
         assert refusal is not None
         raise refusal
     return best
+
+
+def _across_nodes(settings: Settings, topology: Mesh) -> list[Settings]:
+    """One data axis over nodes and the rest of each, beside a tensor axis on near devices: collectives of both levels
+    at once are faster than one after another. For free choices on several levels; degrees that divide a node.
+    """
+    pins = settings.pins
+    if pins.degrees or pins.layouts or sum(n > 1 for n in topology.levels) < 2:
+        return []
+    inside = topology.levels[0]
+    near = [n for n in range(2, inside + 1) if inside % n == 0]
+    return [replace(settings, pins=replace(pins, degrees={"tp": n, "dp": topology.size // n})) for n in near]
 
 
 def _roles_of_layouts(settings: Settings, topology: Mesh) -> list[Settings]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from autopar.cost.fitted import Software
 from autopar.pins import Pins
 
 
@@ -32,6 +33,8 @@ class Settings:
     """What the repeated blocks recompute in the backward: "none", "selective" (everything but products), "full"."""
     fixed: Fixed | None = None
     """Decisions of a plan that is given; what it does not name is chosen around it."""
+    software: Software | None = None
+    """What runs the plan; None: what runs on such devices."""
 
     def inside_stage(self, stages: int | None = None) -> Settings:
         """For the devices of one stage of a pipeline: the model as a whole may take the memory of all stages; which of

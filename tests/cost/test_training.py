@@ -6,9 +6,10 @@ import pytest
 
 from autopar.cost.fitted import FITTED
 from autopar.cost.hardware import load_profile
+from autopar.cost.op_time import felt_s
 from autopar.cost.training import stages, step_time
 from autopar.cost.training_run import Run
-from autopar.cost.training_wire import Sends, felt_s
+from autopar.cost.training_wire import Sends
 from autopar.cost.transformer import Transformer
 from autopar.errors import PlanError
 

@@ -48,7 +48,7 @@ def test_two_ranks():
         check(case, found)
         assert found[0]["gathers"] == PARAMETERS if case[0] == "gpt" else found[0]["gathers"] > 30
     # a whole parameter is kept for the step, at level 1 its whole gradient, too
-    two, one = results[0][0]["activations"], results[0][2]["activations"]
+    two, one = results[0][0]["gathered"], results[0][2]["gathered"]
     assert one > two
 
 

@@ -50,7 +50,7 @@ def _case(name, mesh, pin, backend, how):
         "gathers": counts["gather"] / STEPS,
         "scatters": counts["scatter"] / STEPS,
         "share": sum(s.numel() for s in shards) / sum(p.numel() for p in m.parameters()),
-        "activations": m.plan.predicted["memory"]["activations"],
+        "gathered": m.plan.predicted["memory"]["gathered_and_loss"],
     }
 
 
