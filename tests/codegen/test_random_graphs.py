@@ -4,10 +4,12 @@ eager.
 
 import warnings
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from autopar.codegen import tiles
 from autopar.codegen.group import FusedGroup
 from autopar.passes.fuse import Fuse
 from tests.codegen.traced import trace, with_gradients
@@ -59,15 +61,31 @@ def programs(draw):
     return function, shape
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate],  # shrinking would trace thousands of graphs
-)
+SETTINGS = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.generate],  # shrinking would trace thousands of graphs
+}
+
+
+@settings(max_examples=12, **SETTINGS)
 @given(programs())
 def test_equal_eager_forward_and_backward(program):
+    check(program)
+
+
+@settings(max_examples=8, **SETTINGS)
+@given(programs())
+def test_equal_eager_when_rows_are_swept(program):
+    """As if a program held 8 columns at most: rows of 13 take two tiles, the second with a mask."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_fits", lambda *_: False)
+        patch.setattr(tiles, "_swept", lambda kernel, _: tiles.Tile(1, 8, kernel.row_count, 1, 1, 4, swept=True))
+        check(program)
+
+
+def check(program):
     function, shape = program
     generator = torch.Generator().manual_seed(0)
     inputs = tuple(torch.randn(s, generator=generator) for s in (shape, shape, shape[-1:], shape))
