@@ -13,7 +13,7 @@ from autopar.rules.analyse import Analysis
 from autopar.rules.decisions import Decisions
 from autopar.rules.strategy import Strategy
 from autopar.solver.build import Built
-from autopar.solver.roles import Roles, is_attention
+from autopar.solver.roles import Roles
 from autopar.solver.sinks import left_layout, sink_values
 
 
@@ -68,14 +68,8 @@ def degrees(
             factor = op.by_name.get(option)
             if factor is None:
                 continue
-            kind = roles.kind(op, factor)
-            weighted = (
-                kind == "dp"
-                or (kind == "cp" and is_attention(op))
-                or (kind == "tp" and any(v in roles.matrices for v in op.ins))
-            )
             # an op without products still counts a little, so that a model without any has degrees too
-            work[kind] += (op.rule.flop or 1e-3) if weighted else 0.0
+            work[roles.kind(op, factor)] += (op.rule.flop or 1e-3) if roles.weighs(op, factor) else 0.0
         best = max(work, key=lambda k: work[k], default="none")
         if work and work[best] > 0:
             product[best] *= axis.size

@@ -87,7 +87,14 @@ class Options:
     def covers(
         self, chosen: Mapping[str, int], found: Mapping[str, list[Strategy]]
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Each pinned axis must cut at least one op; sp asks for an op cut along the sequence on a tp axis."""
+        """Each pinned axis must cut at least one op that makes it one of its role; sp asks for an op cut along the
+        sequence on a tp axis.
+        """
+
+        def cuts(name: str, option: str) -> bool:
+            op = self.analysis.ops[name]
+            return option in op.by_name and self.roles.weighs(op, op.by_name[option])
+
         out = []
         for a, axis in enumerate(self.mesh.axes):
             if axis.role is None:
@@ -96,17 +103,14 @@ class Options:
                 (chosen[name], i)
                 for name, options in found.items()
                 for i, s in enumerate(options)
-                if s.options[a] in self.analysis.ops[name].by_name
+                if cuts(name, s.options[a])
             ]
             if not row:
                 raise PlanError(
                     f"pin {axis.role}={self.settings.pins.degrees[axis.role]} cannot be kept: no op of the model "
                     f"can be cut in {axis.size} on axis '{axis.name}'"
                 )
-            if not any(
-                options and all(s.options[a] in self.analysis.ops[n].by_name for s in options)
-                for n, options in found.items()
-            ):
+            if not any(options and all(cuts(n, s.options[a]) for s in options) for n, options in found.items()):
                 out.append(tuple(row))
         if self.settings.pins.sp:
             on = [a for a, axis in enumerate(self.mesh.axes) if axis.role == "tp"]

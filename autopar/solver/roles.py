@@ -106,6 +106,13 @@ class Roles:
         number = self.analysis.factor_class(op, factor)
         return "dp" if number in self.batch else "cp" if number in self.sequence else "tp"
 
+    def weighs(self, op: Op, factor: Factor) -> bool:
+        """Does cutting this factor make the axis one of the factor's role, and not merely split what lies between?"""
+        kind = self.kind(op, factor)
+        if kind == "tp":
+            return any(v in self.matrices for v in op.ins)
+        return kind == "dp" or is_attention(op)
+
     def allowed(self, op: Op, axis: int, option: str, factor: Factor | None) -> bool:
         """May `op` take `option` on this axis?"""
         role = self.mesh.axes[axis].role

@@ -67,7 +67,10 @@ def search(
         for mesh in candidates(analysis, topology, pinned)[:most]
     ]
     tries[1:1] = [(pinned, factor_axes(topology, pinned.pins.degrees)) for pinned in _across_nodes(settings, topology)]
-    for pinned, mesh in tries:
+    spare = [(pinned, mesh) for pinned in {id(p): p for p, _ in tries}.values() for mesh in divided(topology, pinned)]
+    for attempt, (pinned, mesh) in enumerate((*tries, *spare)):
+        if best is not None and attempt >= len(tries):
+            break
         if best is not None and spent + len(best.built.op_choice) * GROWTH ** len(mesh.axes) > WORK:
             continue
         try:
@@ -174,6 +177,20 @@ def candidates(analysis: Analysis, topology: Mesh, settings: Settings) -> list[L
     found += [factor_axes(topology, degrees, parts) for parts in divided]
     found += [factor_axes(topology, degrees, free=free) for free in free_factorisations(topology, degrees)[1:]]
     return found
+
+
+def divided(topology: Mesh, settings: Settings) -> list[LogicalMesh]:
+    """Factorings for pins that one axis cannot keep: 6 channels on 4 ranks leave one empty, on 2 x 2 ranks none."""
+    degrees = settings.pins.degrees
+    if "zero_ranks" in settings.pins.given:
+        return []
+    return [
+        factor_axes(topology, degrees, {role: (part, degree // part)})
+        for role, degree in degrees.items()
+        if role in ("tp", "dp")
+        for part in range(2, degree)
+        if degree % part == 0
+    ]
 
 
 def head_divisors(analysis: Analysis, tp: int) -> Sequence[int]:

@@ -1,6 +1,9 @@
 """Which axes are tried."""
 
+import math
+
 import pytest
+import torch
 
 import autopar
 from tests.end_to_end.small_models import build, inputs
@@ -32,3 +35,50 @@ def test_a_layout_keeps_a_pinned_degree():
 def test_a_layout_on_a_role_that_is_pinned_away_is_refused():
     with pytest.raises(autopar.PlanError, match="no axis 'tp'"):
         planned({"tp": 1, WEIGHTS: {"tp": "S(0)"}})
+
+
+class Convolution(torch.nn.Module):
+    """Six channels: four ranks in a row would leave the last one without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(3, 6, 3)
+
+    def forward(self, x):
+        return self.conv(x).square().mean()
+
+
+class Tables(torch.nn.Module):
+    """No matrix product reads a weight: the tables themselves must be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Embedding(20, 8), torch.nn.Embedding(20, 8)
+
+    def forward(self, ids):
+        return (self.one(ids) * self.other(ids)).sum(-1).sigmoid().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "pin"),
+    [
+        (Convolution, torch.randn(4, 3, 7), {"tp": 4}),
+        (Convolution, torch.randn(6, 3, 7), {"dp": 4}),
+        (Tables, torch.arange(8), {"tp": 2}),
+        (Tables, torch.arange(8), {"tp": 4}),
+    ],
+)
+def test_a_pin_is_kept_where_the_parameters_or_the_batch_can_be_cut(model, batch, pin):
+    size = math.prod(pin.values())
+    found = autopar.plan(model(), autopar.Mesh(str(size), device="cpu"), example_args=(batch,), pin=pin)
+    assert {role: found.degrees[role] for role in pin} == pin
+    if "tp" in pin:
+        cut = [axis for held in found.params.values() for axis, _ in held["layout"]]
+        assert cut
+
+
+def test_a_pin_that_no_factoring_keeps_is_refused():
+    with pytest.raises(autopar.PlanError, match="tp=8"):
+        autopar.plan(
+            Convolution(), autopar.Mesh("8", device="cpu"), example_args=(torch.randn(4, 3, 7),), pin={"tp": 8}
+        )
