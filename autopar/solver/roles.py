@@ -34,7 +34,8 @@ class Roles:
     @cached_property
     def batch(self) -> frozenset[int]:
         """Classes of parts that are the batch."""
-        found = set()
+        found: set[int] = set()
+        rows: set[str] = set()
         inputs = [s for s in self.analysis.program.sources if s.kind == "input"]
         shaped = [s for s in inputs if self.analysis.parts[s.node].dims]
         for source in shaped:
@@ -47,7 +48,37 @@ class Roles:
             place = (source.node, parts.starts[dim % len(parts.dims)])
             if place in self.analysis.classes:
                 found.add(self.analysis.classes[place])
+            else:
+                rows.add(source.node)
+        for op in self.analysis.ops.values():
+            self._pass_on_rows(op, found, rows)
         return frozenset(found)
+
+    def _pass_on_rows(self, op: Op, found: set[int], rows: set[str]) -> None:
+        """Rows of the batch go in, as many rows come out, and the op cannot be cut along them (it sorts them, or has
+        no rule): what comes out is rows of the batch, too. This names a role; it says nothing about the numbers.
+
+        found: classes that are the batch, grows. rows: values whose rows are the batch and that no factor cuts.
+        """
+        parts, classes = self.analysis.parts, self.analysis.classes
+
+        def first(value: str) -> tuple[str, int] | None:
+            return (value, parts[value].starts[0]) if parts[value].dims else None
+
+        sizes = {
+            parts[v].shape[0]
+            for v in op.ins
+            if (place := first(v)) is not None and (v in rows or classes.get(place) in found)
+        }
+        cut = {(v, p) for f in op.factors for v, p in zip((*op.ins, *op.outs), (*f.ins, *f.outs), strict=True)}
+        for value in op.outs:
+            place = first(value)
+            if place is None or place in cut or parts[value].shape[0] not in sizes:
+                continue
+            if place in classes:
+                found.add(classes[place])
+            else:
+                rows.add(value)
 
     @cached_property
     def sequence(self) -> frozenset[int]:

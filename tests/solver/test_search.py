@@ -59,6 +59,35 @@ class Tables(torch.nn.Module):
         return (self.one(ids) * self.other(ids)).sum(-1).sigmoid().mean()
 
 
+class Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class AfterWhole(torch.nn.Module):
+    """Rows pass through an op that cannot be cut along them; the product after it can."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.fc, self.between = torch.nn.Linear(6, 3), between
+
+    def forward(self, x):
+        return self.fc(self.between(x)).square().mean()
+
+
+@pytest.mark.parametrize("between", [Opaque.apply, lambda x: x.cumsum(0), lambda x: x.sort(0).values.sin()])
+def test_what_an_uncuttable_op_gives_for_the_batch_is_the_batch(between):
+    found = autopar.plan(
+        AfterWhole(between), autopar.Mesh("2", device="cpu"), example_args=(torch.randn(4, 6),), pin={"dp": 2}
+    )
+    assert found.degrees["dp"] == 2
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "pin"),
     [
