@@ -23,6 +23,12 @@ from autopar.errors import UnsupportedOpError
 from autopar.mesh import LogicalMesh
 from autopar.program import Program, Source, record
 
+_OF_MODULE = {
+    **dict.fromkeys(("key", "dropout", "keep", "uniform", "normal"), "random_ops"),
+    "ctc_loss": "ctc",
+}
+"""Ops of ours that an exported file can run -> the module of `autopar.runtime` that defines them."""
+
 
 def python_text(program: Program, mesh: LogicalMesh, rank: int) -> str:
     """The text of the file.
@@ -163,12 +169,12 @@ class _File:
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             namespace, _, name = target._schema.name.partition("::")
-            if namespace == "autopar" and name not in ("key", "dropout", "keep", "uniform", "normal"):
+            if namespace == "autopar" and name not in _OF_MODULE:
                 raise UnsupportedOpError(
                     f"{node.name} ({record(node).where}): {name} lives in the process that captured"
                 )
             if namespace == "autopar":
-                self.imports.setdefault("autopar.runtime", set()).add("random_ops")
+                self.imports.setdefault("autopar.runtime", set()).add(_OF_MODULE[name])
             overload = f".{target._overloadname}"
             return f"aten.{name}{overload}" if namespace == "aten" else f"torch.ops.{namespace}.{name}{overload}"
         module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")

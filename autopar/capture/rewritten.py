@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules import transformer
 from torch.nn.modules.adaptive import _ASMoutput
 
+from autopar.runtime.ctc import ctc_loss
+
 _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda t: t, "mean": torch.mean, "sum": torch.sum}
 
 
@@ -120,6 +122,7 @@ _REWRITTEN: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch, "corrcoef", _correlation),
     (Tensor, "corrcoef", _correlation),
     (torch, "combinations", _combinations),
+    (torch, "ctc_loss", ctc_loss),
     (torch, "bincount", _counts),
     (Tensor, "bincount", _counts),
     (nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive),

@@ -210,6 +210,15 @@ _BY_ROW: dict[str, Callable[[Call], Rule | None]] = {
     "multilabel_margin_loss": _rows("n c, n c -> n", "c, c -> "),
     "triplet_margin_loss": _rows("... c, ... c, ... c -> ...", "c, c, c -> "),
 }
+
+
+def alignment(call: Call) -> Rule | None:
+    """`autopar.ctc_loss`, `t n c, n s, n, n -> n`; targets of all samples in one row have no rule."""
+    if len(call.in_shapes[1]) != 2:
+        return None
+    return rule("t n c, n s, n, n -> n", call.in_shapes, call.out_shapes, whole="t c s", saves=(0, 1, 2, 3))
+
+
 BY_CLASS = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
 """Losses whose mean divides by what the targets say."""
 BY_ROW = tuple(_BY_ROW)
@@ -220,4 +229,5 @@ RULES: dict[str, Callable[[Call], Rule | None]] = {
     **_BY_ROW,
     "cosine_similarity": similarity,
     "pairwise_distance": similarity,
+    "autopar::ctc_loss": alignment,
 }

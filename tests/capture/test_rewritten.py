@@ -59,6 +59,15 @@ BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "adaptive loss": lambda net, x: net.adaptive(net.fc(x), CLASSES).loss,
     "adaptive rows": lambda net, x: net.adaptive(net.fc(x), CLASSES).output,
     "adaptive choice": lambda net, x: net.fc(x) * net.adaptive.predict(x)[:, None],
+    "alignments": lambda net, x: F.ctc_loss(
+        net.fc(x).view(4, 3, 2).log_softmax(-1), torch.ones(3, 2, dtype=torch.long), (4, 3, 4), (2, 1, 0)
+    ),
+    "an alignment alone": lambda net, x: nn.CTCLoss(blank=1, reduction="none")(
+        net.fc(x).log_softmax(-1), torch.tensor([0, 2]), torch.tensor(4), torch.tensor(2)
+    ),
+    "alignments of targets in a row": lambda net, x: nn.CTCLoss(reduction="sum", zero_infinity=True)(
+        net.fc(x).view(4, 3, 2).log_softmax(-1), torch.ones(9, dtype=torch.long), (4, 3, 4), (2, 1, 6)
+    ),
     "inference": inference,
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.rules import loss
+from autopar.runtime.ctc import ctc_loss
 from tests.rules.cases import Case, case, prove_op, real, whole_numbers
 from tests.rules.prove import program_of, prove
 
@@ -125,6 +126,20 @@ CASES: dict[str, tuple[Case, ...]] = {
 def test_every_op_runs_on_shards_as_on_the_whole(op: str) -> None:
     for k, each in enumerate(CASES[op]):
         prove_op(op, each, "23"[k % 2])  # so that each reduction meets even and uneven shards, in half the time
+
+
+SOUNDS, WORDS = real(7, 5, 4, seed=8), 1 + whole_numbers(3, 5, 3)
+HEARD, WRITTEN = torch.tensor([7, 6, 7, 5, 7]), torch.tensor([3, 2, 0, 3, 1])
+
+
+@pytest.mark.parametrize("mesh", ["2", "3", "2x2"])
+@pytest.mark.parametrize("reduction", range(3))
+def test_alignments_of_other_samples_are_not_read(mesh: str, reduction: int) -> None:
+    def loss_of(x: Tensor, words: Tensor, heard: Tensor, written: Tensor) -> Tensor:
+        return ctc_loss(x.log_softmax(-1), words, heard, written, reduction=reduction, zero_infinity=True)
+
+    each = Case(loss_of, (SOUNDS, WORDS, HEARD, WRITTEN))
+    prove_op("ctc_loss", each, mesh)
 
 
 @pytest.mark.parametrize("which", [1, 13, 16])
