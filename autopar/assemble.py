@@ -18,7 +18,8 @@ from autopar.mesh import with_pipeline
 from autopar.passes.cast import Cast
 from autopar.pipeline import Prepared, carry_out, lower, prepare
 from autopar.plan import Plan
-from autopar.precision import skeleton
+from autopar.precision import Precision, skeleton
+from autopar.program import Program
 from autopar.request import Request
 from autopar.rules.decisions import Decisions
 from autopar.runtime.check import agree, digest
@@ -90,6 +91,20 @@ def _shard_state(
     return state, persistent, shards
 
 
+def levels_by_block(program: Program, plan: Plan) -> dict[str, str]:
+    """The level of recomputation of each block."""
+    return {b: plan.recompute.get(c.name, "none") for c in program.classes for b in c.blocks}
+
+
+def reduced_in(precision: Precision | None, stored: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    """The dtype that gradients of parameters stored in these dtypes are reduced in; None: nothing is cast."""
+    if precision is None or precision.reduce is None:
+        return None
+    if all(dtype == precision.computed(dtype) == precision.reduce for dtype in stored.values()):
+        return None
+    return precision.reduce
+
+
 class _Lowering:
     """Lower for a combination of inputs; the first one is ready, others are captured again and take the same plan."""
 
@@ -120,7 +135,7 @@ class _Lowering:
 
     def lowered(self, prepared: Prepared, found: Found, decisions: Decisions, dump: Dump | None = None) -> Lowered:
         """The program of this rank under the request's backend and the plan's recomputation."""
-        levels = {b: self.plan.recompute.get(c.name, "none") for c in prepared.program.classes for b in c.blocks}
+        levels = levels_by_block(prepared.program, self.plan)
         zero = {name: entry["zero"] for name, entry in self.plan.params.items()}
         decisions, lifetimes = gather_once(prepared.analysis, decisions, zero)
         cast, lifetimes = self.cast(prepared, decisions, lifetimes)
@@ -153,16 +168,13 @@ class _Lowering:
         """Where parameters are cast, and brought from host memory: those with a lifetime when they are gathered, the
         others in the program.
         """
-        precision, offload = self.request.precision, self.plan.offload
-        stored, reduce = self.stored, precision.reduce if precision is not None else None
+        precision, stored = self.request.precision, self.stored
+        reduce = reduced_in(precision, stored)
         if precision is not None and reduce is not None:
-            read = {path: precision.computed(dtype) for path, dtype in stored.items()}
-            if all(dtype == read[path] == reduce for path, dtype in stored.items()):
-                reduce = None
-            else:
-                lifetimes = {path: replace(life, dtypes=(read[path], reduce)) for path, life in lifetimes.items()}
-                stored = {**stored, **{path: read[path] for path in lifetimes}}
-        staged = is_staged(self.plan)
+            read = {path: precision.computed(stored[path]) for path in lifetimes}
+            lifetimes = {path: replace(life, dtypes=(read[path], reduce)) for path, life in lifetimes.items()}
+            stored = {**stored, **read}
+        offload, staged = self.plan.offload, is_staged(self.plan)
         lifetimes, fetched = bring_from_host(prepared.analysis, decisions, lifetimes, offload, staged)
         if reduce is None and not fetched:
             return None, lifetimes

@@ -170,7 +170,8 @@ def export(args: argparse.Namespace) -> Outcome:
     mesh = _mesh(args)
     loaded = _load(args, mesh)
     with progress(f"exporting {loaded.name}") as tell:
-        text = export_text(loaded.module, mesh, rank=args.rank, **_planning(args, loaded), progress=tell)
+        options = {"rank": args.rank, "backward": args.backward, "kernels": args.kernels}
+        text = export_text(loaded.module, mesh, **options, **_planning(args, loaded), progress=tell)
     file, args.output = args.output, None  # what this command writes is the program, not its outcome
     with open(file, "w", encoding="utf-8") as out:
         out.write(text)

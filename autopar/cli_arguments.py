@@ -13,6 +13,7 @@ from typing import Any
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 PRECISIONS = ("fp32", "bf16", "fp16")
+KERNELS = ("auto", "on", "off")
 
 
 def parse_pins(text: str) -> dict[str, Any]:
@@ -125,6 +126,8 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], Any]], ver
 
     option = add("export", "write the program of a rank as readable Python (-o FILE.py)", _model("8", "h100-sxm"), pins)
     option("--rank", type=int, default=0, help="whose program (default: 0)")
+    option("--backward", action="store_true", help="both lowered graphs, not the forward alone under autograd")
+    option("--kernels", choices=KERNELS, default="auto", help="print kernels, with --backward (default: for GPUs)")
 
     option = add("demo", "train a small GPT on local ranks beside one device", pins)
     option("--steps", type=_positive, default=20, help="(default: %(default)s)")

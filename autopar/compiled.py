@@ -67,7 +67,7 @@ class Compiled:
         interpreter = _Following(self.eager)
         parameters = frozenset(i for i, s in enumerate(self.program.sources) if s.kind == "parameter")
         made = len(self.graphs)
-        mode = mode_of(self.kernels, values[0].device.type) if self.backend == "aot" else None
+        mode = self.fusing(values[0].device.type) if self.backend == "aot" else None
         cut, inductor = Partition(parameters, self.recompute), self.backend == "inductor"
         passes = PASSES if mode is None else (*PASSES, Fuse(mode).run)
         if not inductor and not self.split:  # Inductor reuses memory itself; a split graph is run in another order
@@ -99,6 +99,10 @@ class Compiled:
         weights = [i for i, s in enumerate(self.program.sources) if s.kind != "received"]
         first, second, shape = SplitBackward(weights).run(backward)
         return splittable(boxed(backward), boxed(first), boxed(second), shape)
+
+    def fusing(self, device: str) -> str | None:
+        """How fused groups run on a device; None: nothing is fused."""
+        return mode_of(self.kernels, device)
 
     def told(self, graphs: Graphs) -> None:
         self.graphs.append(graphs)

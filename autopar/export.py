@@ -1,7 +1,8 @@
 """`autopar export`: the parallel program of a rank as a readable Python file.
 
-Enters: a model, a mesh and planning arguments, as `plan` takes them. Leaves: the text of the file. Refused
-(`PlanError`): a plan with pipeline stages or micro-batches, whose program is a schedule and not one function.
+Enters: a model, a mesh and planning arguments, as `plan` takes them. Leaves: the text of the file: the forward alone,
+or both lowered graphs, with kernels. Refused (`PlanError`): a plan with pipeline stages or micro-batches, whose program
+is a schedule and not one function.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from typing import Any
 from torch import nn
 
 from autopar.api import _plan_of, _prepare
+from autopar.assemble import levels_by_block, reduced_in
 from autopar.codegen.python_text import python_text
 from autopar.errors import MeshError, PlanError
+from autopar.passes.cast import Cast
 from autopar.passes.shard import Shard
 from autopar.pipeline import carry_out
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.request import make_request
 from autopar.staged import is_staged
+from autopar.traced import trace
 
 
 def export_text(
@@ -34,16 +38,20 @@ def export_text(
     memory: int | str | None = None,
     precision: Any = None,
     optimizer: str | int = "adamw",
+    backward: bool = False,
+    kernels: str = "auto",
     progress: Callable[[str], None] | None = None,
 ) -> str:
     """The file of one rank; see `plan` for the other arguments.
 
-    Args:    rank: whose program; ranks differ in what they cut and in the groups that they are in.
+    Args:    rank: whose program; ranks differ in what they cut and in the groups that they are in. backward: both
+             lowered graphs instead of the forward alone, which autograd differentiates. kernels: "auto": with the
+             backward, for GPUs, groups of ops are printed as Triton kernels; "on": for any device; "off".
     Raises:  what `plan` raises; PlanError: stages or micro-batches; MeshError: no such rank; UnsupportedOpError: an op
-             that lives in this process only.
+             that lives in this process only; what cannot be lowered here.
     """
     tell = progress or (lambda stage: None)
-    request = make_request(mesh, pin, memory, precision, optimizer, "auto", None, "auto", False, False, None)
+    request = make_request(mesh, pin, memory, precision, optimizer, "auto", None, "auto", False, False, None, kernels)
     if not 0 <= rank < request.topology.size:
         raise MeshError(f"rank {rank} is not in a mesh of {request.topology.size} devices")
     prepared = _prepare(model, example_args, example_kwargs, request, tell)
@@ -58,4 +66,14 @@ def export_text(
     program: Program = Shard(prepared.analysis, decisions, found.mesh, request.profile, coordinate).run(
         prepared.program
     )
-    return python_text(program, found.mesh, rank)
+    stored = {s.path: prepared.program.state[s.path].dtype for s in program.sources if s.kind == "parameter"}
+    reduce = reduced_in(request.precision, stored)
+    program = program if reduce is None else Cast(stored, reduce).run(program)
+    device = "cpu" if request.topology.device == "cpu" else "cuda"
+    traced = None
+    if backward:
+        tell("lower")
+        levels = levels_by_block(prepared.program, chosen)
+        fused = kernels == "on" or (kernels == "auto" and device != "cpu")
+        traced = trace(program, found.mesh, coordinate, recompute=levels, device=device, fused=fused)
+    return python_text(program, found.mesh, rank, device, traced)

@@ -18,10 +18,10 @@ from torch.fx import GraphModule
 from autopar.codegen import tune
 from autopar.codegen.code import Code
 from autopar.codegen.load import launch, load
-from autopar.runtime import random
+from autopar.runtime.exported import key_words, laid_out
 
 MODES = ("aten", "kernel", "interpreter")
-_TORCH = {"f32": torch.float32, "f64": torch.float64, "i32": torch.int32, "i64": torch.int64}
+TORCH_KINDS = {"f32": torch.float32, "f64": torch.float64, "i32": torch.int32, "i64": torch.int64}
 
 
 class FusedGroup(nn.Module):
@@ -62,7 +62,7 @@ def run(
     module = load(printed.text, interpret=interpret)
     named: dict[str, Any] = {}
     for i, place in enumerate(code.reads):
-        named[f"x{i}"] = _as_known(inputs[place], kernel.buffers[i].strides)
+        named[f"x{i}"] = laid_out(inputs[place], kernel.buffers[i].strides)
     device = inputs[code.reads[0]].device if code.reads else torch.device("cpu")
     outputs = [
         torch.empty_strided(b.shape, b.strides, dtype=b.dtype, device=device) for b in kernel.buffers[kernel.inputs :]
@@ -71,28 +71,11 @@ def run(
         outputs[place] = given
     named |= {f"y{i}": y for i, y in enumerate(outputs)}
     for i, (shape, kind) in enumerate(printed.partials):
-        named[f"p{i}"] = torch.empty(shape, dtype=_TORCH[kind], device=device)
+        named[f"p{i}"] = torch.empty(shape, dtype=TORCH_KINDS[kind], device=device)
     for i, place in enumerate(code.keys):
-        named[f"k{i}"], named[f"l{i}"] = _words(inputs[place])
+        named[f"k{i}"], named[f"l{i}"] = key_words(inputs[place])
     with torch.no_grad():
         for step in printed.launches:
             args = tuple(named[a] for a in step.args)
             launch(getattr(module, step.function), step.grid, args, step.warps, interpret=interpret)
     return tuple(outputs[place] for place in code.writes)
-
-
-def _words(key: Tensor) -> tuple[int, int]:
-    """The two words that the elements of a call are hashed with; where its first element lies is in the first one."""
-    word, first = key.tolist()
-    k0, k1 = random._words(word, 0)
-    return random._signed((k0 + random._GOLDEN * first) & 0xFFFFFFFF, 32), k1
-
-
-def _as_known(value: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor in the strides that the kernel was printed for: a caller may lay its inputs out otherwise."""
-    if value.stride() == strides or value.numel() <= 1:
-        return value
-    if all(a == b or n == 1 for a, b, n in zip(value.stride(), strides, value.shape, strict=True)):
-        return value
-    found = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return found.copy_(value)

@@ -1,73 +1,78 @@
 """The program of one rank as a Python file that a person can read, and that runs.
 
-Enters: the program after the shard pass, its mesh and the rank. Leaves: the file's text. It imports torch, and of
-autopar the differentiable moves of `autopar.runtime.moves` (and the module of whatever other runtime function the
-program calls); `forward` takes this rank's parameters by name and its inputs in order. Gradients come from autograd:
-each move's backward is the one of the table of transitions. Refused (`UnsupportedOpError`): an op that no import names,
-such as a user's own `autograd.Function`.
+Enters: the program after the shard pass, its mesh and the rank; and its lowered graphs, when the backward is to stand
+in the file, too. Leaves: the file's text. It imports torch, and of autopar `autopar.runtime.exported` (groups and
+kernel arguments) and, where gradients come from autograd, the differentiable moves of `autopar.runtime.moves`; and the
+module of whatever other runtime function the program calls. `forward` takes this rank's parameters by name and its
+inputs in order. Refused (`UnsupportedOpError`): an op that no import names, such as a user's own `autograd.Function`.
 """
 
 from __future__ import annotations
 
-import keyword
-import operator
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from autopar.codegen.python_call import Writer
+from autopar.codegen.python_kernels import Kernels
 from autopar.dump import layout_text
-from autopar.errors import UnsupportedOpError
 from autopar.mesh import LogicalMesh
 from autopar.program import Program, Source, record
-
-_OF_MODULE = {
-    **dict.fromkeys(("key", "dropout", "keep", "uniform", "normal"), "random_ops"),
-    "ctc_loss": "ctc",
-}
-"""Ops of ours that an exported file can run -> the module of `autopar.runtime` that defines them."""
+from autopar.traced import Traced
 
 
-def python_text(program: Program, mesh: LogicalMesh, rank: int) -> str:
+def python_text(
+    program: Program, mesh: LogicalMesh, rank: int, device: str = "cpu", graphs: Traced | None = None
+) -> str:
     """The text of the file.
 
+    Args:    device: what the file's tensors are made on. graphs: of this program; without them autograd differentiates.
     Raises:  UnsupportedOpError: an op that cannot be imported by name.
     """
-    return _File(program, mesh, rank).text()
+    return _File(program, mesh, rank, device, graphs).text()
 
 
 class _File:
-    def __init__(self, program: Program, mesh: LogicalMesh, rank: int) -> None:
-        self.program, self.mesh, self.rank = program, mesh, rank
+    def __init__(self, program: Program, mesh: LogicalMesh, rank: int, device: str, graphs: Traced | None) -> None:
+        self.program, self.mesh, self.rank, self.device, self.graphs = program, mesh, rank, device, graphs
         self.axes = tuple(a.name for a in mesh.axes)
-        self.imports: dict[str, set[str]] = {"autopar.runtime.moves": {"AxisGroup", "use_groups"}}
-        self.names: dict[Node, str] = {}
-        self.taken = {"torch", "aten", "dist", "parameters", "inputs", "forward", "groups", "inf", "nan"}
+        self.kernels = Kernels()
+        self.imports: dict[str, set[str]] = {
+            "autopar.runtime.exported": {"connect"},
+            "autopar.runtime.moves": {"use_groups"},
+        }
 
     def text(self) -> str:
-        body = list(self._body())
-        return "\n".join((*self._head(), *body)) + "\n"
+        body = list(self._graphs(self.graphs) if self.graphs is not None else self._forward())
+        kernels = list(self.kernels.text())
+        return "\n".join((*self._head(bool(kernels)), *kernels, *body)) + "\n"
 
-    def _head(self) -> Iterator[str]:
+    def writer(self) -> Writer:
+        return Writer(self.axes, self.imports, self.kernels, device=True)
+
+    def _head(self, kernels: bool) -> Iterator[str]:
         program, mesh = self.program, self.mesh
         at = ", ".join(f"{a.name} {i} of {a.size}" for a, i in zip(mesh.axes, mesh.coordinate(self.rank), strict=True))
         yield f'"""{program.name}: the program of rank {self.rank} of {mesh.size}{f" ({at})" if at else ""}.'
         yield ""
         yield "`forward(parameters, inputs)` takes this rank's part of each parameter and buffer by name (constants"
         yield "too: tensors that forward takes from elsewhere), and of each input in order; under"
-        yield "`use_groups(groups())` it gives its part of each output. Autograd gives the gradients. A comment shows"
-        yield "how a value lies on the mesh, where it is not the same on every rank."
+        yield "`use_groups(groups())` it gives its part of each output. A comment shows how a value lies on the mesh,"
+        yield "where it is not the same on every rank, and the line of the model that made it."
+        yield "Autograd gives the gradients." if self.graphs is None else "Its backward is `backward_graph`."
         yield '"""'
         yield ""
         yield "import torch"
-        yield "import torch.distributed as dist"
+        if kernels:
+            yield "import triton"
+            yield "import triton.language as tl"
         yield ""
         for module, names in sorted(self.imports.items()):
             yield f"from {module} import {', '.join(sorted(names))}"
         yield ""
         yield "aten = torch.ops.aten"
+        yield f"DEVICE = torch.device({self.device!r})"
         yield ""
         yield "AXES = {"
         for place, axis in enumerate(mesh.axes):
@@ -97,102 +102,90 @@ class _File:
         yield ""
         yield "def groups():"
         yield '    """The process groups behind the axes, for this rank; every rank calls this once."""'
-        yield "    found = {}"
-        yield "    for axis, lines in AXES.items():"
-        yield "        for ranks in lines:"
-        yield "            group = dist.new_group(ranks)"
-        yield f"            if {self.rank} in ranks:"
-        yield f"                found[axis] = AxisGroup(group, len(ranks), ranks.index({self.rank}))"
-        yield "    return found"
-        yield ""
-        yield ""
+        yield f"    return connect(AXES, {self.rank})"
 
     def _placeholders(self, *kinds: str) -> list[tuple[Node, Source]]:
         pairs = zip(self.program.placeholders, self.program.sources, strict=True)
         return [(n, s) for n, s in pairs if s.kind in kinds]
 
-    def _body(self) -> Iterator[str]:
+    def _forward(self) -> Iterator[str]:
+        """One function under autograd."""
+        write = self.writer()
+        yield ""
+        yield ""
         yield "def forward(parameters, inputs):"
         for node, source in self._placeholders("parameter", "buffer", "constant"):
             if node.users:
-                yield f"    {self._name(node, source.path)} = parameters[{source.path!r}]"
+                yield f"    {write.name(node, source.path)} = parameters[{source.path!r}]"
         tensors = self._placeholders("input")
         if tensors:
-            names = [self._name(n, s.path) for n, s in tensors]
+            names = [write.name(n, s.path) for n, s in tensors]
             yield f"    {', '.join(names)}{',' if len(names) == 1 else ''} = inputs"
-        block = ""
-        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
-        last = {n: max(n.users, key=order.__getitem__, default=None) for n in order}
-        for node in self.program.calls:
-            known = record(node)
-            if known.block != block:
-                block = known.block
-                yield ""
-                yield f"    # {block}"
-            yield f"    {self._name(node, known.op)} = {self._call(node)}{self._comment(node)}"
-            gone = [self.names[i] for i in node.all_input_nodes if last[i] is node and i.op == "call_function"]
-            if gone:
-                yield f"    del {', '.join(gone)}"
+        yield from _lines(self.program.graph, write)
         values = self.program.output.args[0]
         assert isinstance(values, (tuple, list))
-        yield f"    return {self._value(tuple(values))}"
+        yield f"    return {write.value(tuple(values))}"
 
-    def _name(self, node: Node, path: str) -> str:
-        """A variable after the user's module and the op: `layers_0_mlp_gelu`."""
-        parts = path.split("/")
-        words = "_".join(p for p in parts[:-1] if p) if len(parts) > 1 else path
-        base = re.sub(r"\W+", "_", words or path).strip("_").lower() or "value"
-        if keyword.iskeyword(base) or base[0].isdigit():
-            base = f"v_{base}"
-        name, number = base, 1
-        while name in self.taken:
-            number += 1
-            name = f"{base}_{number}"
-        self.taken.add(name)
-        self.names[node] = name
-        return name
+    def _graphs(self, traced: Traced) -> Iterator[str]:
+        """Two functions, and one that is both to autograd."""
+        sources, graphs = self.program.sources, traced.graphs
+        forward, saved = self.writer(), self.writer()
+        yield from self._graph("forward_graph", graphs.forward.graph, forward, [s.path for s in sources])
+        yield from self._graph("backward_graph", graphs.backward.graph, saved, [])
+        yield ""
+        yield ""
+        yield f"graphs = Graphs(forward_graph, backward_graph, {graphs.results}, {traced.differentiable})"
+        self.imports["autopar.runtime.exported"].add("Graphs")
+        yield ""
+        yield ""
+        yield "def forward(parameters, inputs):"
+        yield "    return graphs("
+        place = 0
+        for source in sources:
+            yield f"        {f'inputs[{place}]' if source.kind == 'input' else f'parameters[{source.path!r}]'},"
+            place += source.kind == "input"
+        yield "    )"
 
-    def _comment(self, node: Node) -> str:
-        layout = layout_text(record(node), self.axes)
-        where = record(node).where.replace("\\", "/").rpartition("/")[2]
-        parts = [p for p in (layout if layout != "[I]" else "", where) if p]
-        return f"  # {' '.join(parts)}" if parts else ""
+    def _graph(self, name: str, graph: Graph, write: Writer, paths: Sequence[str]) -> Iterator[str]:
+        yield ""
+        yield ""
+        yield f"def {name}("
+        yield "    axes,"
+        for i, node in enumerate(graph.find_nodes(op="placeholder")):
+            path = paths[i] if i < len(paths) else _path(node)
+            yield f"    {write.name(node, path)},  # {_shape(node)}"
+        yield "):"
+        yield from _lines(graph, write)
+        values = next(iter(reversed(graph.nodes))).args[0]
+        assert isinstance(values, (tuple, list))
+        yield "    return ("
+        yield from (f"        {write.value(v)}," for v in values)
+        yield "    )"
 
-    def _call(self, node: Node) -> str:
-        if node.target is operator.getitem:
-            whole, item = node.args
-            return f"{self._value(whole)}[{self._value(item)}]"
-        given = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
-        return f"{self._function(node)}({', '.join(given)})"
 
-    def _function(self, node: Node) -> str:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            namespace, _, name = target._schema.name.partition("::")
-            if namespace == "autopar" and name not in _OF_MODULE:
-                raise UnsupportedOpError(
-                    f"{node.name} ({record(node).where}): {name} lives in the process that captured"
-                )
-            if namespace == "autopar":
-                self.imports.setdefault("autopar.runtime", set()).add(_OF_MODULE[name])
-            overload = f".{target._overloadname}"
-            return f"aten.{name}{overload}" if namespace == "aten" else f"torch.ops.{namespace}.{name}{overload}"
-        module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
-        if module.startswith("autopar.runtime.") or module.startswith("autopar.rules."):
-            self.imports.setdefault(module, set()).add(name)
-            return name
-        if module.startswith("torch"):
-            return f"{module}.{name}"
-        raise UnsupportedOpError(f"{node.name} ({record(node).where}): {target} cannot be imported by an exported file")
+def _lines(graph: Graph, write: Writer) -> Iterator[str]:
+    """A line for each op; what is not read again is let go."""
+    block = ""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last = {n: max(n.users, key=order.__getitem__, default=None) for n in order}
+    made = {n for n in order if n.op not in ("placeholder", "output")}
+    for node in (n for n in order if n in made):
+        known = record(node)
+        if known.block != block:
+            block = known.block
+            yield ""
+            yield f"    # {block or 'of no block'}"
+        yield f"    {write.name(node, _path(node))} = {write.call(node)}{write.comment(node)}"
+        gone = [write.names[i] for i in node.all_input_nodes if last[i] is node and i in made]
+        if gone:
+            yield f"    del {', '.join(gone)}"
 
-    def _value(self, value: Any) -> str:
-        if isinstance(value, Node):
-            return self.names[value]
-        if isinstance(value, (tuple, list)):
-            inner = ", ".join(map(self._value, value))
-            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
-        if isinstance(value, torch.device):
-            return f"torch.device({str(value)!r})"
-        if isinstance(value, float) and value in (float("inf"), float("-inf")):
-            return f'float("{value}")'
-        return str(value) if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) else repr(value)
+
+def _path(node: Node) -> str:
+    """What a variable is named after."""
+    return record(node).op or node.name
+
+
+def _shape(node: Node) -> str:
+    value: Any = node.meta.get("val")
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if value is not None else ""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,11 +44,13 @@ _TOLD = {CheckpointPolicy.MUST_RECOMPUTE: True, CheckpointPolicy.MUST_SAVE: Fals
 @dataclass(frozen=True, eq=False)
 class Graphs:
     """The lowered program. saved: names of the forward values kept for the backward, and the bytes of each; parameters
-    and inputs, which live anyway, are not among them."""
+    and inputs, which live anyway, are not among them. results: how many outputs the forward gives before what is saved.
+    """
 
     forward: GraphModule
     backward: GraphModule
     saved: Mapping[str, int]
+    results: int
 
     @property
     def saved_bytes(self) -> int:
@@ -77,7 +79,7 @@ class Partition:
         saved = cut.saved(grads)
         backward, forward = cut.backward(grads, saved), cut.forward(results, saved)
         sizes = {n.name: _size_bytes(n) for n in saved if n.op != "placeholder"}
-        return Graphs(GraphModule(joint, forward), GraphModule(joint, backward), sizes)
+        return Graphs(GraphModule(joint, forward), GraphModule(joint, backward), sizes, len(results))
 
 
 class _Cut:
@@ -284,7 +286,7 @@ def lower_to_graphs(
         if not inductor:
             _loosen(forward)
             _loosen(backward)
-        told(Graphs(forward, backward, graphs.saved))
+        told(replace(graphs, forward=forward, backward=backward))
         return forward, backward
 
     def compiled(module: GraphModule, inputs: Any) -> Any:

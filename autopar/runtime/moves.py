@@ -1,10 +1,8 @@
 """The transitions of `layout.TRANSITIONS` on real ranks: differentiable functions over torch.distributed.
 
 A program calls `move(x, axis, source, target, uncut)` and `max_over(x, axis)`; which process group an axis name means
-is said
-by `use_groups`. All shards are of chunk form (ceil sizes, the last ones shorter), so collectives run on shards padded
-to
-the largest one and trim the result.
+is said by `use_groups`. All shards are of chunk form (ceil sizes, the last ones shorter), so collectives run on shards
+padded to the largest one and trim the result.
 """
 
 from __future__ import annotations
@@ -17,14 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
+import torch.distributed._functional_collectives  # defines the ops below
 
 from autopar.layout import GRADIENT, TRANSITIONS, chunk
 from autopar.runtime.offload import fetch, put
 
-# torch 2.13 renamed the two; older ones have only the old names
-_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+_ops = torch.ops._c10d_functional
 
 Uncut = tuple[tuple[int, ...], ...]
 """Parts of each dim as this rank would see them if the axis of the move did not cut."""
@@ -35,11 +31,16 @@ Steps = tuple[tuple[str, str, str, Uncut], ...]
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
-    """The ranks that differ only in their coordinate on one axis; `index` is this rank's coordinate."""
+    """The ranks that differ only in their coordinate on one axis; `index` is this rank's coordinate. `group` may be a
+    name alone, for programs that are lowered where nobody runs them."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | str
     size: int
     index: int
+
+    @property
+    def name(self) -> str:
+        return self.group if isinstance(self.group, str) else self.group.group_name
 
 
 _GROUPS: dict[str, AxisGroup] = {}
@@ -56,6 +57,11 @@ def use_groups(groups: Mapping[str, AxisGroup]) -> Iterator[None]:
     finally:
         _GROUPS.clear()
         _GROUPS.update(saved)
+
+
+def group_names() -> dict[str, str]:
+    """The name of the process group behind each axis."""
+    return {axis: group.name for axis, group in _GROUPS.items()}
 
 
 def parse_placement(text: str) -> tuple[str, int]:
@@ -96,7 +102,7 @@ def load(
 def max_over(x: torch.Tensor, axis: str) -> torch.Tensor:
     """Elementwise maximum over the ranks of an axis; carries no gradient."""
     with torch.no_grad():
-        return _wait(funcol.all_reduce(x.detach().contiguous(), "max", _GROUPS[axis].group))
+        return _wait(_ops.all_reduce(x.detach().contiguous(), "max", _GROUPS[axis].name))
 
 
 class _Move(torch.autograd.Function):
@@ -157,7 +163,7 @@ def transfer(x: torch.Tensor, group: AxisGroup, source: str, target: str, uncut:
     if primitive == "keep":
         return x.clone() if index == 0 else torch.zeros_like(x)
     if primitive == "all_reduce":
-        return _wait(funcol.all_reduce(_sendable(x.contiguous()), "sum", group.group)).to(x.dtype)
+        return _wait(_ops.all_reduce(_sendable(x.contiguous()), "sum", group.name)).to(x.dtype)
     if primitive == "slice":
         return _dims(x.reshape(sizes).narrow(to_part, *chunk(sizes[to_part], n, index)).clone(), uncut)
     local = x.reshape([chunk(s, n, index)[1] if j == part else s for j, s in enumerate(sizes)])
@@ -167,17 +173,17 @@ def transfer(x: torch.Tensor, group: AxisGroup, source: str, target: str, uncut:
         return _dims(out, uncut)
     if primitive == "all_gather":
         rows = _pad(local.movedim(part, 0), 0, _step(sizes[part], n)).contiguous()
-        full = _wait(_all_gather(_sendable(rows), 0, group.group)).to(x.dtype)
+        full = _wait(_ops.all_gather_into_tensor(_sendable(rows), n, group.name)).to(x.dtype)
         return _dims(full[: sizes[part]].movedim(0, part), uncut)
     if primitive == "reduce_scatter":
         rows = _pad(local.movedim(to_part, 0), 0, n * _step(sizes[to_part], n)).contiguous()
-        mine = _wait(_reduce_scatter(_sendable(rows), "sum", 0, group.group)).to(x.dtype)
+        mine = _wait(_ops.reduce_scatter_tensor(_sendable(rows), "sum", n, group.name)).to(x.dtype)
         return _dims(mine[: chunk(sizes[to_part], n, index)[1]].movedim(0, to_part), uncut)
     # all_to_all: my rows of `part`, all of `to_part`  ->  all rows of `part`, mine of `to_part`
     step, to_step = _step(sizes[part], n), _step(sizes[to_part], n)
     block = _pad(_pad(local, part, step), to_part, n * to_step)
     block = block.unflatten(to_part, (n, to_step)).movedim(to_part, 0).contiguous()
-    flat = _wait(funcol.all_to_all_single(_sendable(block).reshape(n, -1), None, None, group.group)).to(x.dtype)
+    flat = _wait(_ops.all_to_all_single(_sendable(block).reshape(n, -1), [1] * n, [1] * n, group.name)).to(x.dtype)
     out = flat.reshape(block.shape).movedim(0, part).flatten(part, part + 1)
     return _dims(out.narrow(part, 0, sizes[part]).narrow(to_part, 0, chunk(sizes[to_part], n, index)[1]), uncut)
 
@@ -199,8 +205,7 @@ def _sendable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
-    # while a graph is traced the functional collectives have waited already
-    return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
+    return _ops.wait_tensor(x)
 
 
 def _dims(x: torch.Tensor, uncut: Uncut) -> torch.Tensor:

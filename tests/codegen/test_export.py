@@ -1,13 +1,15 @@
 """autopar export: the printed program of a rank runs alone and gives the module's loss and gradients."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 
 import pytest
 import torch
 
 import autopar
-from autopar.errors import MeshError, PlanError
+from autopar.errors import MeshError, PlanError, UnsupportedOpError
 from autopar.export import export_text
 from autopar.runtime.launch import CAPTURE, run_ranks_local
 from autopar.runtime.moves import use_groups
@@ -44,37 +46,109 @@ def difference(module, m, args):
     return float((loss - expected).detach().abs()), worst
 
 
+CASES = {
+    "forward": ("gpt", PIN, {}),
+    "backward": ("gpt", PIN, {"backward": True}),
+    "sharded": ("llama", {"dp": 2, "zero": 3}, {"backward": True}),
+    "recomputed": ("llama", {"tp": 2, "recompute": "full"}, {"backward": True}),
+}
+"""Model, pins, what is exported."""
+
+
 def one_rank(payload):
     import pathlib
     import tempfile
 
     import torch.distributed as dist
 
-    args, _ = inputs("gpt")
-    mesh = autopar.Mesh("2", device="cpu")
-    text = export_text(build("gpt"), mesh, rank=dist.get_rank(), example_args=args, pin=PIN)
-    m = autopar.parallelize(build("gpt"), mesh, example_args=args, pin=PIN)
-    with tempfile.TemporaryDirectory() as folder:
-        return difference(load(text, pathlib.Path(folder)), m, args)
+    found = {}
+    for name, (kind, pin, options) in CASES.items():
+        args, _ = inputs(kind)
+        mesh = autopar.Mesh("2", device="cpu")
+        text = export_text(build(kind), mesh, rank=dist.get_rank(), example_args=args, pin=pin, **options)
+        m = autopar.parallelize(build(kind), mesh, example_args=args, pin=pin)
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = difference(load(text, pathlib.Path(folder)), m, args)
+    return found
 
 
 def test_two_ranks_equal_the_module():
-    for loss, grads in run_ranks_local("tests.codegen.test_export:one_rank", 2, {}, 240, preload=CAPTURE):
-        assert loss <= 1e-12
-        assert grads <= 1e-12
+    preload = (*CAPTURE, "functorch.compile")
+    for found in run_ranks_local("tests.codegen.test_export:one_rank", 2, {}, 240, preload=preload):
+        assert found.keys() == CASES.keys()
+        for name, (loss, grads) in found.items():
+            assert loss <= 1e-12, name
+            assert grads <= 1e-12, name
 
 
 def test_one_device(tmp_path):
     args, _ = inputs("llama")
     text = export_text(build("llama"), autopar.Mesh("1"), example_args=args)
     assert "import autopar" not in text
-    assert {line.split()[1] for line in text.splitlines() if line.startswith("from ")} == {"autopar.runtime.moves"}
+    assert {line.split()[1] for line in text.splitlines() if line.startswith("from ")} == {
+        "autopar.runtime.exported", "autopar.runtime.moves",
+    }  # fmt: skip
     assert "layers_0_mlp_silu = aten.silu.default(layers_0_mlp_gate_proj_linear)" in text
     assert "# llama.py:" in text
     assert max(map(len, (line for line in text.splitlines() if line.startswith("def ")))) < 60
     m = autopar.parallelize(build("llama"), autopar.Mesh("1"), example_args=args)
     assert max(difference(load(text, tmp_path), m, args)) <= 1e-12
     assert "exported_program" not in sys.modules
+
+
+def test_both_graphs_with_kernels(tmp_path):
+    """Kernels are run in Triton's interpreter, in a process that imports Triton for it."""
+    args, _ = inputs("llama")
+    text = export_text(build("llama"), autopar.Mesh("1"), example_args=args, backward=True, kernels="on")
+    assert "def forward_graph(" in text
+    assert "def backward_graph(" in text
+    assert text.count("@triton.jit") >= 4
+    assert "import autopar" not in text
+    names = [line.split("(")[0] for line in text.splitlines() if line.startswith("def ")]
+    assert len(names) == len(set(names))
+    m = autopar.parallelize(build("llama"), autopar.Mesh("1"), example_args=args)
+    loss = m(*args)
+    loss.backward()
+    torch.save([{n: p.detach() for n, p in m.named_parameters()}, args, loss.detach(),
+                {n: p.grad for n, p in m.named_parameters()}], tmp_path / "expected.pt")  # fmt: skip
+    (tmp_path / "program.py").write_text(text)
+    (tmp_path / "run.py").write_text(RUN)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert max(map(float, done.stdout.split())) <= 1e-9, done.stdout  # the bound of kernels in the module itself
+
+
+RUN = """
+import torch
+import program
+
+parameters, args, loss, grads = torch.load("expected.pt")
+leaves = {n: p.requires_grad_() for n, p in parameters.items()}
+(found,) = program.forward(leaves, args)
+found.backward()
+worst = max(float((leaves[n].grad - grads[n]).abs().max() / grads[n].abs().max()) for n in grads)
+print(float((found.detach() - loss).abs()), worst)
+"""
+
+
+def test_lowered_for_a_device_that_is_not_here():
+    args, _ = inputs("gpt")
+    with pytest.raises(UnsupportedOpError, match=r"gpt.py.*attention becomes other ops on cuda"):
+        export_text(build("gpt"), autopar.Mesh("2", device="h100-sxm"), example_args=args, pin=PIN, backward=True)
+    text = export_text(build("gpt"), autopar.Mesh("2", device="h100-sxm"), example_args=args, pin=PIN)
+    assert "DEVICE = torch.device('cuda')" in text
+    assert "aten.scaled_dot_product_attention.default" in text
+
+
+def test_mixed_precision_reads_stored_parameters(tmp_path):
+    args, _ = inputs("llama")
+    text = export_text(build("llama").float(), autopar.Mesh("1"), example_args=args, precision="bf16")
+    module = load(text, tmp_path)
+    assert all(dtype == torch.float32 for _, dtype in module.PARAMETERS.values())
+    assert "load(" in text
 
 
 def test_refusals():

@@ -1,0 +1,82 @@
+"""What a file written by `autopar export` imports: process groups by axis, its two graphs as one differentiable
+function, and what its kernels need of their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime import random
+from autopar.runtime.moves import AxisGroup, group_names
+
+
+def connect(lines: Mapping[str, Sequence[Sequence[int]]], rank: int) -> dict[str, AxisGroup]:
+    """The process groups behind the axes, for this rank; every rank calls this once.
+
+    Args:    lines: for each axis the ranks that differ on that axis alone.
+    """
+    found = {}
+    for axis, of_axis in lines.items():
+        for ranks in of_axis:
+            group = dist.new_group(list(ranks))
+            if rank in ranks:
+                found[axis] = AxisGroup(group, len(ranks), list(ranks).index(rank))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Graphs:
+    """A forward and a backward graph as one function that autograd knows.
+
+    Fields:  forward: (axes, *values) -> results, and after them what the backward needs. backward: (axes, *needed,
+             *gradients of results) -> a gradient or None for each value. results: how many there are.
+             differentiable: which of them get a gradient, in order. `axes` maps an axis to the name of its group.
+    """
+
+    forward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., tuple[Any, ...]]
+    results: int
+    differentiable: tuple[int, ...]
+
+    def __call__(self, *values: Tensor) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = _Run.apply(self, *values)  # type: ignore[no-untyped-call]  # torch's
+        return found
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graphs: Graphs, *values: Tensor) -> tuple[Any, ...]:
+        found = graphs.forward(group_names(), *values)
+        results = found[: graphs.results]
+        ctx.graphs, ctx.axes = graphs, group_names()
+        ctx.save_for_backward(*found[graphs.results :])
+        ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in graphs.differentiable))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        given = [gradients[i] for i in ctx.graphs.differentiable]
+        return None, *ctx.graphs.backward(ctx.axes, *ctx.saved_tensors, *given)
+
+
+def laid_out(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor in the strides that a kernel was printed for: a caller may lay its inputs out otherwise."""
+    if value.stride() == strides or value.numel() <= 1:
+        return value
+    if all(a == b or n == 1 for a, b, n in zip(value.stride(), strides, value.shape, strict=True)):
+        return value
+    found = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return found.copy_(value)
+
+
+def key_words(key: Tensor) -> tuple[int, int]:
+    """The two words that the elements of a call are hashed with; where its first element lies is in the first one."""
+    word, first = key.tolist()
+    k0, k1 = random._words(word, 0)
+    return random._signed((k0 + random._GOLDEN * first) & 0xFFFFFFFF, 32), k1
