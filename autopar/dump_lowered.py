@@ -7,7 +7,7 @@ show none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Node
 
@@ -64,7 +64,7 @@ def _calls(nodes: Iterator[Node]) -> int:
 
 
 def _nodes(nodes: Iterator[Node], program: Program, axes: Sequence[str], paths: Sequence[str]) -> Iterator[str]:
-    made = {(record(n).op, record(n).layout, _shape(n)) for n in program.graph.nodes}
+    known_layout = of_user_value(program)
     names, block = iter(paths), ""
     for node in nodes:
         known = record(node)
@@ -77,10 +77,20 @@ def _nodes(nodes: Iterator[Node], program: Program, axes: Sequence[str], paths: 
         if known.block != block:
             block = known.block
             yield f"block {block or 'of no op'}:"
-        late = node.meta.get("partitioner_tag") == "is_backward"
-        shown = not late and (known.op, known.layout, _shape(node)) in made
+        late, shown = is_late(node), known_layout(node)
         again = "made again" if not late and not paths else ""
         yield node_text(node, call_text(node), layout_text(known, axes) if shown else "", again)
+
+
+def of_user_value(program: Program) -> Callable[[Node], bool]:
+    """Is a node's layout that of the node itself? Steps inside the user's op, and gradients, only inherit one."""
+    made = {(record(n).op, record(n).layout, _shape(n)) for n in program.graph.nodes}
+    return lambda node: not is_late(node) and (record(node).op, record(node).layout, _shape(node)) in made
+
+
+def is_late(node: Node) -> bool:
+    """Does this node belong to the backward by itself, not as something made again?"""
+    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def _shape(node: Node) -> tuple[int, ...]:

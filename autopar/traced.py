@@ -20,6 +20,7 @@ from autopar.compiled import Compiled
 from autopar.errors import UnsupportedOpError
 from autopar.mesh import LogicalMesh
 from autopar.passes.lower import Graphs
+from autopar.pipeline import on_device
 from autopar.program import Program, record
 from autopar.runtime.moves import AxisGroup, use_groups
 
@@ -66,13 +67,14 @@ def trace(
     if device != "cpu" and not torch.cuda.is_available():
         _check_attention(program, device)
     on = torch.device(device if device == "cpu" or torch.cuda.is_available() else "cpu")
-    eager = GraphModule(nn.Module(), program.graph)
+    eager = GraphModule(nn.Module(), on_device(program.graph, on))
     compiled = _Compiled(eager, program, recompute or {})
     compiled.fused = fused
     groups = {a.name: AxisGroup(a.name, a.size, at) for a, at in zip(mesh.axes, coordinate, strict=True)}
+    sources = tuple(zip(program.placeholders, program.sources, strict=True))
     with FakeTensorMode(allow_non_fake_inputs=True), use_groups(groups), warnings.catch_warnings():
         warnings.simplefilter("error")
-        values = [_fake(node.meta["val"], source.trainable, on) for node, source in _sources(program)]
+        values = [_fake(node.meta["val"], source.trainable, on) for node, source in sources]
         results = eager(*values)
         try:
             compiled(*values)
@@ -84,10 +86,6 @@ def trace(
         raise UnsupportedOpError(f"{program.name} has no parameter that takes a gradient: it has no backward graph")
     (graphs,) = compiled.graphs
     return Traced(graphs, tuple(i for i, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad))
-
-
-def _sources(program: Program):  # type: ignore[no-untyped-def]
-    return zip(program.placeholders, program.sources, strict=True)
 
 
 def _fake(like: Tensor, trainable: bool, device: torch.device) -> Tensor:

@@ -66,7 +66,8 @@ class Writer:
         if node.op == "get_attr":
             return self.literal(node)
         if node.op == "call_module":
-            group = node.graph.owning_module.get_submodule(str(node.target))
+            module: Any = node.graph.owning_module
+            group = module.get_submodule(str(node.target))
             assert isinstance(group, FusedGroup)
             self.imports.setdefault("autopar.runtime.exported", set()).update(self.kernels.helpers(group.code))
             return f"{self.kernels.function(group.code)}({', '.join(map(self.value, node.args))})"
@@ -86,8 +87,8 @@ class Writer:
         return self.value(value)
 
     def literal(self, node: Node) -> str:
-        module: Any = node.graph.owning_module
-        tensor = getattr(module, str(node.target))
+        owner: Any = node.graph.owning_module
+        tensor = getattr(owner, str(node.target))
         if tensor.numel() > LITERAL_ELEMENTS:
             raise UnsupportedOpError(
                 f"{node.name} ({record(node).where}): a constant of {tensor.numel()} elements; an exported file writes "

@@ -9,7 +9,7 @@ inputs in order. Refused (`UnsupportedOpError`): an op that no import names, suc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from autopar.codegen.python_call import Writer
 from autopar.codegen.python_kernels import Kernels
 from autopar.dump import layout_text
+from autopar.dump_lowered import of_user_value
 from autopar.mesh import LogicalMesh
 from autopar.program import Program, Source, record
 from autopar.traced import Traced
@@ -121,7 +122,7 @@ class _File:
         if tensors:
             names = [write.name(n, s.path) for n, s in tensors]
             yield f"    {', '.join(names)}{',' if len(names) == 1 else ''} = inputs"
-        yield from _lines(self.program.graph, write)
+        yield from _lines(self.program.graph, write, lambda node: True)
         values = self.program.output.args[0]
         assert isinstance(values, (tuple, list))
         yield f"    return {write.value(tuple(values))}"
@@ -130,8 +131,10 @@ class _File:
         """Two functions, and one that is both to autograd."""
         sources, graphs = self.program.sources, traced.graphs
         forward, saved = self.writer(), self.writer()
-        yield from self._graph("forward_graph", graphs.forward.graph, forward, [s.path for s in sources])
-        yield from self._graph("backward_graph", graphs.backward.graph, saved, [])
+        places = graphs.forward.graph.find_nodes(op="placeholder")
+        paths = {n.name: s.path for n, s in zip(places, sources, strict=True)}
+        yield from self._graph("forward_graph", graphs.forward.graph, forward, paths)
+        yield from self._graph("backward_graph", graphs.backward.graph, saved, paths)
         yield ""
         yield ""
         yield f"graphs = Graphs(forward_graph, backward_graph, {graphs.results}, {traced.differentiable})"
@@ -146,16 +149,16 @@ class _File:
             place += source.kind == "input"
         yield "    )"
 
-    def _graph(self, name: str, graph: Graph, write: Writer, paths: Sequence[str]) -> Iterator[str]:
+    def _graph(self, name: str, graph: Graph, write: Writer, paths: Mapping[str, str]) -> Iterator[str]:
         yield ""
         yield ""
         yield f"def {name}("
         yield "    axes,"
-        for i, node in enumerate(graph.find_nodes(op="placeholder")):
-            path = paths[i] if i < len(paths) else _path(node)
+        for node in graph.find_nodes(op="placeholder"):
+            path = "gradient" if "tangents" in node.name else paths.get(node.name) or _path(node)
             yield f"    {write.name(node, path)},  # {_shape(node)}"
         yield "):"
-        yield from _lines(graph, write)
+        yield from _lines(graph, write, of_user_value(self.program))
         values = next(iter(reversed(graph.nodes))).args[0]
         assert isinstance(values, (tuple, list))
         yield "    return ("
@@ -163,8 +166,8 @@ class _File:
         yield "    )"
 
 
-def _lines(graph: Graph, write: Writer) -> Iterator[str]:
-    """A line for each op; what is not read again is let go."""
+def _lines(graph: Graph, write: Writer, laid: Callable[[Node], bool]) -> Iterator[str]:
+    """A line for each op; what is not read again is let go. laid: is a node's layout its own?"""
     block = ""
     order = {n: i for i, n in enumerate(graph.nodes)}
     last = {n: max(n.users, key=order.__getitem__, default=None) for n in order}
@@ -175,7 +178,7 @@ def _lines(graph: Graph, write: Writer) -> Iterator[str]:
             block = known.block
             yield ""
             yield f"    # {block or 'of no block'}"
-        yield f"    {write.name(node, _path(node))} = {write.call(node)}{write.comment(node)}"
+        yield f"    {write.name(node, _path(node))} = {write.call(node)}{write.comment(node, laid(node))}"
         gone = [write.names[i] for i in node.all_input_nodes if last[i] is node and i in made]
         if gone:
             yield f"    del {', '.join(gone)}"

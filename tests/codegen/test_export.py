@@ -98,15 +98,15 @@ def test_one_device(tmp_path):
 
 def test_both_graphs_with_kernels(tmp_path):
     """Kernels are run in Triton's interpreter, in a process that imports Triton for it."""
-    args, _ = inputs("llama")
-    text = export_text(build("llama"), autopar.Mesh("1"), example_args=args, backward=True, kernels="on")
+    args, _ = inputs("gpt")
+    text = export_text(build("gpt"), autopar.Mesh("1"), example_args=args, backward=True, kernels="on")
     assert "def forward_graph(" in text
     assert "def backward_graph(" in text
     assert text.count("@triton.jit") >= 4
     assert "import autopar" not in text
     names = [line.split("(")[0] for line in text.splitlines() if line.startswith("def ")]
     assert len(names) == len(set(names))
-    m = autopar.parallelize(build("llama"), autopar.Mesh("1"), example_args=args)
+    m = autopar.parallelize(build("gpt"), autopar.Mesh("1"), example_args=args)
     loss = m(*args)
     loss.backward()
     torch.save([{n: p.detach() for n, p in m.named_parameters()}, args, loss.detach(),
@@ -129,7 +129,8 @@ parameters, args, loss, grads = torch.load("expected.pt")
 leaves = {n: p.requires_grad_() for n, p in parameters.items()}
 (found,) = program.forward(leaves, args)
 found.backward()
-worst = max(float((leaves[n].grad - grads[n]).abs().max() / grads[n].abs().max()) for n in grads)
+floor = 1e-6 * max(float(g.abs().max()) for g in grads.values())
+worst = max(float((leaves[n].grad - g).abs().max() / g.abs().max().clamp(min=floor)) for n, g in grads.items())
 print(float((found.detach() - loss).abs()), worst)
 """
 
