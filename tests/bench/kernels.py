@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.codegen.group import Code, FusedGroup
+from autopar.codegen.code import Code
+from autopar.codegen.group import FusedGroup
 from autopar.codegen.load import load
 from autopar.codegen.tiles import extra_bytes, moved_bytes
 from autopar.codegen.triton_text import Launch

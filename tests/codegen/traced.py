@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.codegen.code import Code
 from autopar.codegen.demand import known
-from autopar.codegen.group import Code, FusedGroup
+from autopar.codegen.group import FusedGroup
 from autopar.codegen.views import SPLITS, packet, view_of
 from autopar.passes.fuse import one_group
 
