@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+from autopar.codegen.python_text import Traced
 from autopar.compiled import Compiled
 from autopar.errors import UnsupportedOpError
 from autopar.mesh import LogicalMesh
@@ -23,14 +23,6 @@ from autopar.passes.lower import Graphs
 from autopar.pipeline import on_device
 from autopar.program import Program, record
 from autopar.runtime.moves import AxisGroup, use_groups
-
-
-@dataclass(frozen=True, eq=False)
-class Traced:
-    """graphs: forward and backward. differentiable: the results that get a gradient, in order."""
-
-    graphs: Graphs
-    differentiable: tuple[int, ...] = field(default=())
 
 
 class _Made(Exception):

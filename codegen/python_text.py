@@ -10,6 +10,7 @@ inputs in order. Refused (`UnsupportedOpError`): an op that no import names, suc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -19,8 +20,16 @@ from autopar.codegen.python_kernels import Kernels
 from autopar.dump import layout_text
 from autopar.dump_lowered import of_user_value
 from autopar.mesh import LogicalMesh
+from autopar.passes.lower import Graphs
 from autopar.program import Program, Source, record
-from autopar.traced import Traced
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """graphs: forward and backward. differentiable: the results that get a gradient, in order."""
+
+    graphs: Graphs
+    differentiable: tuple[int, ...]
 
 
 def python_text(
