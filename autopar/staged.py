@@ -190,7 +190,8 @@ class _Builder:
         return stages if cast is None else tuple(replace(s, program=cast.run(s.program)) for s in stages)
 
     def function(self, stage: StageProgram) -> Callable[..., Any]:
-        key = (stage.index, str(stage.program.graph))
+        shapes = [tuple(n.meta["val"].shape) for n in stage.program.placeholders]  # the text does not tell them
+        key = (stage.index, f"{shapes} {stage.program.graph}")
         if key not in self.functions:
             module = GraphModule(nn.Module(), stage.program.graph)
             staging, program = self.staging, stage.program

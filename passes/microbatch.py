@@ -231,7 +231,9 @@ class Microbatch:
     """Carry out the moves of one micro-batch: slices are cut, what is the same for all is passed on.
 
     Input:   %t = move(%labels, microbatch, I, S0) ; %v = move(%w, microbatch, I, R) ; %y = linear(%x, %v)
+             %z = dropout(%y, %key, 0.1, first=64)
     Output:  %t = narrow(%labels, 0, 4, 2) ; %y = linear(%x, %w)
+             %z = dropout(%y, key(salt, 64), 0.1, first=0)      (only cuts and keys differ between micro-batches)
     Refuses: a move that has to talk to other micro-batches; `divide` chooses none.
     """
 
@@ -252,8 +254,21 @@ class Microbatch:
                     set_record(source, layout=record(node).layout)
             else:
                 values[node] = graph.node_copy(node, values.__getitem__)
+                self.place_key(graph, values[node])
         graph.lint()
         return replace(program, graph=graph)
+
+    def place_key(self, graph: Graph, node: Node) -> None:
+        """Say in the key where a random op's numbers begin."""
+        first = node.kwargs.get("first")
+        key = next((n for n in node.all_input_nodes if n.target is torch.ops.autopar.key.default), None)
+        if key is None or first is None:
+            return
+        with graph.inserting_before(node):
+            placed = graph.call_function(torch.ops.autopar.key.default, (key.args[0], first))
+        placed.meta = dict(key.meta)
+        node.replace_input_with(key, placed)
+        node.update_kwarg("first", 0)
 
     def moved(self, graph: Graph, node: Node, source: Node) -> Node:
         before, after = (parse_placement(str(p))[0] for p in node.args[2:4])
@@ -268,8 +283,10 @@ class Microbatch:
         if len(parts.dims[dim]) == 1:
             return graph.call_function(aten.narrow.default, (source, dim, first, length))
         opened = graph.call_function(aten.reshape.default, (source, list(parts.flat)))
+        sizes = [length if j == part else n for j, n in enumerate(parts.flat)]
         cut = graph.call_function(aten.narrow.default, (opened, part, first, length))
-        opened.meta = cut.meta = {k: v for k, v in node.meta.items() if k != "val"}
+        opened.meta = {k: v for k, v in node.meta.items() if k != "val"}
+        cut.meta = {**opened.meta, "val": node.meta["val"].new_empty(parts.with_flat(sizes).flat)}
         return graph.call_function(aten.reshape.default, (cut, list(node.meta["val"].shape)))
 
 

@@ -6,7 +6,8 @@ What enters: a local program (of one rank's shards and one micro-batch) and the 
 A value is sent straight from the stage that makes it to every stage that reads it, however many lie between. Not sent:
 inputs, buffers and constants, which every rank has; what is made of them alone without products (masks, positions,
 rotary tables), made again where it is read; and a move that makes a value larger or nothing of it (a gather, I -> R),
-which is done where the value is read.
+which is done where the value is read. What is a micro-batch's own among these (slices of inputs, keys of random
+numbers) is parted from the stage: the stages of all micro-batches of one size are then one program, lowered once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from autopar.errors import PlanError
@@ -25,7 +27,7 @@ from autopar.program import Program, Sink, Source, record
 from autopar.rules.analyse import STOPS_GRADIENT
 from autopar.rules.call import is_getitem
 from autopar.runtime.moves import max_over, move, parse_placement
-from autopar.runtime.pipeline_program import StageProgram, Value
+from autopar.runtime.pipeline_program import Cuts, StageProgram, Value
 
 PRODUCTS = (
     "mm",
@@ -39,6 +41,8 @@ PRODUCTS = (
     "scaled_dot_product_attention",
 )
 """Ops that are not run again, even on inputs alone: parts of their names."""
+CUTS = frozenset({torch.ops.aten.narrow.default, torch.ops.autopar.key.default})
+"""Ops that may give each micro-batch its own."""
 LATE = frozenset({"nothing", "all_gather", "pad"})
 """Moves that are made by the reader: they send less before than after."""
 
@@ -130,7 +134,7 @@ class _Cutter:
     def build(
         self, index: int, sent: list[Node], given: list[object], sinks: tuple[int, ...], readers: dict[Node, set[int]]
     ) -> StageProgram:
-        needed, received = self.needed(index, [*sent, *(g for g in given if isinstance(g, Node))])
+        needed, received, cut = self.needed(index, [*sent, *(g for g in given if isinstance(g, Node))])
         graph = Graph()
         copies: dict[Node, Node] = {}
         sources = []
@@ -138,6 +142,9 @@ class _Cutter:
             if node in needed:
                 copies[node] = graph.node_copy(node)
                 sources.append(self.sources[node.name])
+        for node in cut:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
         receives = []
         for node in sorted(received, key=lambda n: (self.home[n], self.order[n])):
             copies[node] = graph.placeholder(node.name)
@@ -152,7 +159,8 @@ class _Cutter:
         results: list[Any] = [*sent, *given]
         graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in results))
         graph.lint()
-        outside = tuple(Source(copies[n].name, "received", n.name, trainable=n in self.grads) for n in received)
+        outside = tuple(Source(copies[n].name, "cut", n.name) for n in cut)
+        outside += tuple(Source(copies[n].name, "received", n.name, trainable=n in self.grads) for n in received)
         program = replace(
             self.program,
             graph=graph,
@@ -162,24 +170,47 @@ class _Cutter:
             name=f"stage {index}",
         )
         sends = tuple((self.value(n), tuple(sorted(readers[n]))) for n in sent)
-        return StageProgram(index, program, tuple(sources), tuple(receives), sends, sinks)
+        return StageProgram(index, program, tuple(sources), tuple(receives), sends, sinks, self.cuts(cut))
 
-    def needed(self, index: int, roots: list[Node]) -> tuple[set[Node], list[Node]]:
-        """Nodes that the stage runs, and values that it receives."""
+    def cuts(self, cut: list[Node]) -> Cuts | None:
+        """The program that makes what is cut."""
+        if not cut:
+            return None
+        needed, stack = set(cut), list(cut)
+        while stack:
+            fresh = [n for n in stack.pop().all_input_nodes if n not in needed]
+            needed.update(fresh)
+            stack += fresh
+        graph, copies, paths = Graph(), {}, []
+        for node in self.nodes:
+            if node in needed:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                if node.op == "placeholder":
+                    paths.append(self.sources[node.name].path)
+        graph.output(tuple(copies[n] for n in cut))
+        graph.lint()
+        return Cuts(tuple(paths), GraphModule(nn.Module(), graph))
+
+    def needed(self, index: int, roots: list[Node]) -> tuple[set[Node], list[Node], list[Node]]:
+        """Nodes that the stage runs, values that it receives, and those that are cut for it."""
         needed: set[Node] = set()
         received: set[Node] = set()
+        cut: set[Node] = set()
         stack = list(roots)
         while stack:
             node = stack.pop()
-            if node in needed or node in received:
+            if node in needed or node in received or node in cut:
                 continue
             home = self.home[node]
-            if home is None or home == index or node in self.late:
+            if home is None and node.target in CUTS and node not in self.grads:
+                cut.add(node)
+            elif home is None or home == index or node in self.late:
                 needed.add(node)
                 stack += node.all_input_nodes
             else:
                 received.add(node)
-        return needed, sorted(received, key=lambda n: (self.home[n], self.order[n]))
+        by_order = self.order.__getitem__
+        return needed, sorted(received, key=lambda n: (self.home[n], by_order(n))), sorted(cut, key=by_order)
 
     def value(self, node: Node) -> Value:
         fake = node.meta["val"]

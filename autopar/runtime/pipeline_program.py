@@ -1,7 +1,7 @@
 """The stages of one micro-batch as data: what each computes, receives, sends and gives.
 
 Enters: nothing; the stage pass makes these, the executor reads them. A stage's function takes the values of `sources`,
-then those of `receives`, and gives those of `sends`, then those of `sinks`.
+then those of `cuts`, then those of `receives`, and gives those of `sends`, then those of `sinks`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,24 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
+class Cuts:
+    """What is this micro-batch's alone among the inputs: slices, keys of random numbers. Run op by op before the stage,
+    so that the stages of all micro-batches of one size are one program.
+
+    Fields:  paths: the sources that `run` takes. run: gives a value for each of the program's placeholders "cut".
+    """
+
+    paths: tuple[str, ...]
+    run: Callable[..., tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, eq=False)
 class StageProgram:
     """One stage of one micro-batch.
 
     Fields:  sources: parameters, buffers, constants and inputs it reads. receives: (stage, value) pairs. sends: values
-             with the stages that read them. sinks: indices of the model's outputs that it gives.
+             with the stages that read them. sinks: indices of the model's outputs that it gives. cuts: what is cut for
+             it before it runs.
     """
 
     index: int
@@ -40,6 +53,7 @@ class StageProgram:
     receives: tuple[tuple[int, Value], ...]
     sends: tuple[tuple[Value, tuple[int, ...]], ...]
     sinks: tuple[int, ...]
+    cuts: Cuts | None = None
 
     def values_to(self, stage: int) -> tuple[Value, ...]:
         return tuple(v for v, readers in self.sends if stage in readers)

@@ -123,6 +123,9 @@ class Step:
             leaves.append((source, value, tensor))
         held = self.leaves_of(k)
         inputs = [held[s.path] for s in stage.sources]
+        if stage.cuts is not None:
+            with torch.no_grad():
+                inputs += stage.cuts.run(*(held[path] for path in stage.cuts.paths))
         outputs = self.function(index, k)(*inputs, *(t for _, _, t in leaves))
         for (value, readers), output in zip(stage.sends, outputs, strict=False):
             for reader in readers:

@@ -43,8 +43,6 @@ class Draw:
     seed: int
     stream: int
     """Tells the calls apart."""
-    microbatch: int = 0
-    """Which micro-batch of the call runs."""
 
 
 class Draws:
@@ -109,18 +107,18 @@ class Box:
         return Box(first, tuple(s for s, _ in joined) or (1,), tuple(s for _, s in joined) or (1,))
 
 
-def key_of(draw: Draw, salt: int, step: int) -> Tensor:
+def key_of(draw: Draw, salt: int, first: int = 0) -> Tensor:
     """The key of one random op in one call: int64 (key bits, index of the first element); it stays on the CPU.
 
-    salt: which op of the program. step: elements of the whole value between one micro-batch and the next.
+    salt: which op of the program. first: elements of the whole value before the first one of this micro-batch.
     """
     bits = 0
     for word in (draw.seed, draw.stream, salt):
         bits = _splitmix64(bits ^ (word & _MASK64))
-    return torch.tensor([_signed(bits, 64), step * draw.microbatch], dtype=torch.int64)
+    return torch.tensor([_signed(bits, 64), first], dtype=torch.int64)
 
 
-def current_key(salt: int, step: int = 0) -> Tensor:
+def current_key(salt: int, first: int = 0) -> Tensor:
     """`key_of` the call that runs.
 
     Raises:  RuntimeError: outside `drawing`; a default would repeat its numbers in every call.
@@ -128,7 +126,7 @@ def current_key(salt: int, step: int = 0) -> Tensor:
     draw = _DRAW.get(None)
     if draw is None:
         raise RuntimeError("a program drew random numbers outside `autopar.runtime.random.drawing`")
-    return key_of(draw, salt, step)
+    return key_of(draw, salt, first)
 
 
 def uniform(key: Tensor, box: Box, out: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from autopar.runtime.random import Box
 
 _WHERE = "int first=0, int[] sizes=[], int[] strides=[]"
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
-_LIBRARY.define("key(int salt, int step=0) -> Tensor")
+_LIBRARY.define("key(int salt, int first=0) -> Tensor")
 _LIBRARY.define(f"dropout(Tensor x, Tensor key, float p, {_WHERE}) -> Tensor")
 _LIBRARY.define(f"keep(SymInt[] size, Tensor key, float p, *, Device device, {_WHERE}) -> Tensor")
 _LIBRARY.define(f"uniform(SymInt[] size, Tensor key, *, ScalarType dtype, Device device, {_WHERE}) -> Tensor")
@@ -78,7 +78,7 @@ _LIBRARY.impl("keep", _keep, "CompositeExplicitAutograd")
 _LIBRARY.impl("uniform", _uniform, "CompositeExplicitAutograd")
 _LIBRARY.impl("normal", _normal, "CompositeExplicitAutograd")
 
-torch.library.register_fake("autopar::key", lambda salt, step=0: torch.empty(2, dtype=torch.int64), lib=_LIBRARY)
+torch.library.register_fake("autopar::key", lambda salt, first=0: torch.empty(2, dtype=torch.int64), lib=_LIBRARY)
 torch.library.register_fake("autopar::dropout", lambda x, *where, **named: x.new_empty(x.shape), lib=_LIBRARY)
 torch.library.register_fake(
     "autopar::keep",

@@ -8,11 +8,15 @@ import torch.nn.functional as F
 
 from autopar.dump import program_text
 from autopar.errors import PlanError
+from autopar.layout import P
+from autopar.passes.normalize import Normalize
 from autopar.passes.stage import Stage, once_for_all
 from autopar.program import Program
 from autopar.runtime.moves import move
 from autopar.runtime.pipeline_program import StageProgram
+from autopar.runtime.random import Draw, drawing
 from tests.golden_files import check_golden
+from tests.passes.test_microbatch import made, random
 from tests.rules.prove import program_of
 
 OPS = ("linear", "linear_1", "linear_2", "linear_3")
@@ -122,3 +126,29 @@ def test_moves_of_parameters_that_cost_nothing_forward_are_made_once() -> None:
     without, moves = once_for_all(program)
     assert moves == {program.source(w).path: (("dp", "I", "R"),)}
     assert not any(n.target is move for n in without.graph.nodes)
+
+
+def test_micro_batches_of_one_size_are_one_program() -> None:
+    """Slices of inputs and keys of random numbers are parted from it, so it is lowered once for all of them."""
+
+    def dropped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.dropout(F.linear(x, w), 0.4, training=True).square().mean()
+
+    tensors = (random(8, 6), random(6, 6, grad=True))
+    _, divided, programs = made(dropped, tensors, 4)
+    stages = [Stage({}, 1).run(p)[0] for p in programs]
+    assert len({str(s.program.graph) for s in stages}) == 1
+    assert divided.sinks == {0: P}
+    values = dict(zip((s.path for s in programs[0].sources), tensors, strict=True))
+    with drawing(Draw(3, 0)):
+        found, kept = [], []
+        for stage in stages:
+            assert stage.cuts is not None
+            cuts = stage.cuts.run(*(values[path] for path in stage.cuts.paths))
+            kept.append(next(c for c in cuts if c.dtype == torch.int64))
+            sources = [values[s.path] for s in stage.sources]
+            found.append(torch.fx.GraphModule(torch.nn.Module(), stage.program.graph)(*sources, *cuts)[0])
+        whole = Normalize().run(program_of(dropped, tensors))
+        expected = torch.fx.GraphModule(torch.nn.Module(), whole.graph)(*tensors)[0]
+    assert [key[1].item() for key in kept] == [0, 12, 24, 36]
+    torch.testing.assert_close(torch.stack(found).sum(), expected)

@@ -191,7 +191,7 @@ def test_micro_batches_draw_what_the_whole_batch_draws() -> None:
     rows, width = 8, 6
     whole = uniform(rows * width, dtype=torch.float32).view(rows, width)
     for number in range(4):
-        key = key_of(Draw(1234, 0, microbatch=number), 7, step=2 * width)
+        key = key_of(Draw(1234, 0), 7, first=2 * width * number)
         part = random.uniform(key, Box.of(0, (), (), 2 * width), torch.empty(2, width))
         assert torch.equal(part, whole[2 * number : 2 * number + 2])
 

@@ -1,0 +1,191 @@
+"""Seconds a step of pipelines: hand-written `torch.distributed.pipelining` programs and autopar, interleaved.
+
+A GPT of about 8 million parameters with the same cut, schedule and micro-batches on both sides; a step is forward,
+backward and AdamW. Every round runs each of them once, so that what else the machine does hits all; which of a pair
+goes first alternates. Losses of the two are compared before anything is timed.
+
+usage: python tests/bench/pipeline.py [--world 2] [--rounds 12] [--schedules gpipe,1f1b,interleaved-1f1b] [--batch 8]
+           [--microbatches 4] [--profile]
+Prints a table of medians, spreads (10th to 90th percentile) and ratios (median of the rounds' ratios), and a JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.bench import step_time
+
+LAYERS, VIRTUAL = 8, {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2}
+step_time.WIDTH, step_time.LAYERS, step_time.VOCAB, step_time.SEQ = 256, LAYERS, 2048, 128
+
+
+class Part(nn.Module):
+    """One stage: the blocks from `first` to `last`, the embeddings before the first and the head after the last."""
+
+    def __init__(self, whole: step_time.GPT, first: int, last: int) -> None:
+        super().__init__()
+        self.blocks = whole.blocks[first:last]
+        if first == 0:
+            self.tokens, self.positions = whole.tokens, whole.positions
+        if last == LAYERS:
+            self.norm, self.head = whole.norm, whole.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "tokens"):
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if hasattr(self, "head") else x
+
+
+def batch_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    ids, labels = (torch.randint(0, step_time.VOCAB, (size, step_time.SEQ), generator=generator) for _ in range(2))
+    return ids, labels
+
+
+def by_hand(schedule: str, world: int, rank: int, batch: int, microbatches: int) -> Callable[[], float | None]:
+    """A step of the hand-written program; gives the loss on the rank of the last stage."""
+    from torch.distributed import pipelining
+
+    whole, stages = step_time.GPT(), world * VIRTUAL[schedule]
+    each = LAYERS // stages
+    mine = [s for s in range(stages) if s % world == rank]
+    parts = [Part(whole, s * each, (s + 1) * each) for s in mine]
+    cpu = torch.device("cpu")
+    made = [pipelining.PipelineStage(p, s, stages, cpu) for s, p in zip(mine, parts, strict=True)]
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+    run: Any = (
+        kinds[schedule](made[0], microbatches, loss_fn=loss_of)
+        if schedule in kinds
+        else pipelining.ScheduleInterleaved1F1B(made, microbatches, loss_fn=loss_of)
+    )
+    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-4)
+    ids, labels = batch_of(batch)
+
+    def step() -> float | None:
+        losses: list[torch.Tensor] = []
+        args = (ids,) if 0 in mine else ()
+        last = stages - 1 in mine
+        run.step(*args, **({"target": labels, "losses": losses} if last else {}), return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(torch.stack(losses).mean()) if last else None
+
+    return step
+
+
+def ours(schedule: str, world: int, rank: int, batch: int, microbatches: int) -> Callable[[], float | None]:
+    """A step of autopar's program; gives the loss on the rank of the last stage."""
+    import autopar
+
+    virtual = VIRTUAL[schedule]
+    each = [LAYERS // (world * virtual)] * (world * virtual)
+    each[0] += 1  # the blocks before and after the layers
+    each[-1] += 1
+    pin = {"pp": world, "schedule": schedule, "virtual_stages": virtual, "microbatches": microbatches, "stages": each}
+    example = batch_of(batch)
+    model = autopar.parallelize(step_time.GPT(), autopar.Mesh(str(world), device="cpu"), example_args=example, pin=pin)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> float | None:
+        loss = model(*example)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss) if rank == world - 1 else None
+
+    return step
+
+
+def measure(pairs: dict[str, tuple[Callable[[], Any], ...]], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in pairs}
+    for turn in range(rounds):
+        for name, steps in pairs.items():
+            for side in (0, 1) if turn % 2 else (1, 0):
+                dist.barrier()
+                started = time.perf_counter()
+                steps[side]()
+                dist.barrier()
+                found[name][side].append(time.perf_counter() - started)
+    return found
+
+
+def report(found: dict[str, tuple[list[float], list[float]]], world: int) -> None:
+    head = "median s | 10 % to 90 %"
+    print(f"| {world} ranks | ours, {head} | by hand, {head} | ratio | 10 % to 90 % | rounds |")
+    print("|---" * 8 + "|")
+    ratios = {}
+    for name, sides in found.items():
+        ratio = [a / b for a, b in zip(*sides, strict=True)]  # of each round: rounds share what else the machine does
+        ratios[name] = round(statistics.median(ratio), 4)
+        cells = [f"{statistics.median(side):.3f} | {_tenths(side)}" for side in sides]
+        print(f"| {name} | {' | '.join(cells)} | {ratios[name]:.3f} | {_tenths(ratio)} | {len(ratio)} |")
+    print(json.dumps(ratios))
+
+
+def _tenths(values: list[float]) -> str:
+    tenths = statistics.quantiles(values, n=10) if len(values) > 1 else values * 9
+    return f"{tenths[0]:.3f} to {tenths[-1]:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name, default in (("world", 2), ("rounds", 12), ("batch", 8), ("microbatches", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--schedules", default=",".join(VIRTUAL))
+    parser.add_argument("--profile", action="store_true", help="time nothing; where ours spends its time on rank 0")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.world), "--rdzv-backend", "c10d"]
+        os.execv(sys.executable, [sys.executable, *launch, "--rdzv-endpoint", "127.0.0.1:0", *sys.argv])
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pairs: dict[str, tuple[Callable[[], Any], ...]] = {}
+    for name in options.schedules.split(","):
+        sizes = (name, options.world, rank, options.batch, options.microbatches)
+        pairs[name] = (ours(*sizes), by_hand(*sizes))
+        mine, theirs = (step() for step in pairs[name])
+        assert mine is None or theirs is None or abs(mine - theirs) < 1e-4 * theirs, (name, mine, theirs)
+    measure(pairs, 2)
+    if options.profile:
+        profiler = cProfile.Profile()
+        for steps in pairs.values():
+            profiler.enable()
+            for _ in range(options.rounds):
+                steps[0]()
+            profiler.disable()
+        if rank == 0:
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+    else:
+        found = measure(pairs, options.rounds)
+        if rank == 0:
+            report(found, options.world)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
