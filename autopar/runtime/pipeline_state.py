@@ -1,9 +1,11 @@
-"""Parameters that lie on the stages of a pipeline, taken together: full state, and the norm of all gradients.
+"""Parameters that lie on the stages of a pipeline, taken together: full state, the norm of all gradients, and whether
+one of them is infinite.
 
 torch's `clip_grad_norm_` sees the gradients of this rank's stages only, and would clip every stage by its own norm.
 What it calls for the norm is replaced by a function that adds up the stages, each shared parameter once; it is looked
 up at every call, so any way of importing `clip_grad_norm_` is served. Modules without stages get torch's own answer.
-`torch.nn.utils.get_total_norm` holds on to torch's function and gives the norm of this rank's stages.
+`torch.nn.utils.get_total_norm` holds on to torch's function and gives the norm of this rank's stages. In the same way
+`torch.amp.GradScaler` is told of infinities in other stages: all of them skip a step, or none.
 """
 
 from __future__ import annotations
@@ -90,10 +92,29 @@ _MODULES: list[_StageNorm] = []
 
 
 def count_norms_over_stages(module: nn.Module, line: Line, owners: Mapping[str, tuple[int, ...]]) -> None:
-    """From now on `clip_grad_norm_` of this module's gradients counts all stages."""
+    """From now on `clip_grad_norm_` of this module's gradients counts all stages, and `GradScaler` looks at all."""
     _MODULES[:] = [m for m in _MODULES if m.module() is not None]
     _MODULES.append(_StageNorm(module, line, owners))
     clip_grad._get_total_norm = _total_norm
+    torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[method-assign,assignment]
+
+
+_TORCHS_UNSCALE: Callable[..., dict[torch.device, torch.Tensor]] = torch.amp.GradScaler._unscale_grads_
+
+
+def _unscale_grads(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *rest: Any
+) -> dict[torch.device, torch.Tensor]:
+    """What torch finds (1 for an infinity, by device), over all stages."""
+    found = _TORCHS_UNSCALE(scaler, optimizer, *rest)
+    module = _module_of(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    if module is None:
+        return found
+    device = torch.device(module.line.device_mesh.device_type)
+    flags = [flag.to(device) for flag in found.values()]
+    worst = torch.stack(flags).max() if flags else torch.zeros((), device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=module.line.group)
+    return {place: worst.to(place) for place in found} or {device: worst}
 
 
 def _total_norm(tensors: Any, norm_type: float = 2.0, *rest: Any, **more: Any) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Run on each rank: a pipeline in which rank 1 stops in mid-schedule; what every rank is told, and after how long."""
+"""Run on each rank: a pipeline in which a rank stops in mid-schedule; what every rank is told, and after how long."""
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -12,25 +13,31 @@ from tests.end_to_end.pipeline_models import build, inputs
 
 
 def stop(payload):
-    """payload: {"stall_s", "how": "sleeps" or "raises", "folder"}. Writes [error, seconds] of this rank into a file of
-    the folder: after a stall the ranks cannot talk any more, not even at their end.
+    """payload: {"stall_s", "how": "sleeps", "raises" or "dies", "rank": which, "folder"}. Writes [error, seconds] of
+    each rank into a file of the folder: after a stall the ranks cannot talk any more, not even at their end.
     """
-    os.environ["AUTOPAR_STALL_S"] = str(payload["stall_s"])
     args, kwargs = inputs("gpt")
-    pin = {"pp": 2, "microbatches": 4}
-    m = autopar.parallelize(build("gpt"), "2", example_args=args, example_kwargs=kwargs, pin=pin, backend="eager")
+    world, stage = dist.get_world_size(), payload["rank"]
+    pin = {"pp": world, "microbatches": 4}
+    m = autopar.parallelize(
+        build("gpt"), str(world), example_args=args, example_kwargs=kwargs, pin=pin, backend="eager"
+    )
     m(*args, **kwargs)
     pipeline = next(iter(m._cache.values())).run
-    if dist.get_rank() == 1:
-        real = pipeline.program.run[1, 2]
+    if dist.get_rank() == stage:
+        real = pipeline.program.run[stage, 2]
 
         def stopped(*values):
             if payload["how"] == "raises":
                 raise ValueError("the user's own error")
+            if payload["how"] == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(2 * payload["stall_s"])
             return real(*values)
 
-        pipeline.program.run[1, 2] = stopped
+        pipeline.program.run[stage, 2] = stopped
+    os.environ["AUTOPAR_STALL_S"] = str(payload["stall_s"])
+    dist.barrier()
     begun = time.monotonic()
     try:
         m(*args, **kwargs)

@@ -1,13 +1,25 @@
 """Run on each rank: what a training loop does with a pipeline beside plain steps; errors or facts by name."""
 
 import torch
+import torch.distributed as dist
 
 import autopar
+from tests.end_to_end import pipeline, pipeline_memory
 from tests.end_to_end.parity import _error as error
 from tests.end_to_end.parity import full
 from tests.end_to_end.pipeline_models import build, inputs
 
 PIN = {"pp": 2, "microbatches": 4}
+
+
+def everything(payload):
+    """On two ranks, in one start of them: what `run_cases` of both files, `uses` and `save_and_load` return."""
+    return {
+        "parity": pipeline.run_cases(payload),
+        "memory": pipeline_memory.run_cases(payload),
+        "uses": uses(payload),
+        "checkpoint": save_and_load(payload),
+    }
 
 
 def uses(payload):
@@ -26,6 +38,7 @@ def uses(payload):
         "another output": _another_output(),
         "dropout": _dropout(),
         "handed over": _handed_over(m, args),
+        "scaler": _grad_scaler(),
     }
 
 
@@ -146,6 +159,32 @@ def _handed_over(m, args):
     taken = [p.grad.to_local().data_ptr() in pointers for p in m.parameters()]
     m.zero_grad()
     return f"{sum(taken)} of {len(taken)}"
+
+
+def _grad_scaler():
+    """torch's own, with a step in which a gradient of the second stage alone is infinite: all stages leave it out.
+
+    Returns: the largest error of the parameters to those of two plain steps.
+    """
+    args, _ = inputs("gpt")
+    single, m = build("gpt"), autopar.parallelize(build("gpt"), "2", example_args=args, pin=PIN)
+    plain, optimizer = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (single, m))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for spoiled in (False, True, False):
+        scaler.scale(m(*args)).backward()
+        if spoiled and dist.get_rank() == 1:
+            next(m.parameters()).grad.to_local().view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if not spoiled:
+            single(*args).backward()
+            plain.step()
+            plain.zero_grad()
+    if scaler.get_scale() != 128.0:
+        return f"scale {scaler.get_scale()}"
+    found = m.full_state_dict()
+    return max(error(found[n], p, 1e-6) for n, p in single.state_dict().items())
 
 
 def save_and_load(payload):

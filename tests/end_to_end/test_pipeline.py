@@ -5,6 +5,7 @@ AdamW steps, whatever the cut, the schedule, the micro-batches and what lies ins
 import pytest
 
 from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.end_to_end import pipeline_uses
 from tests.end_to_end.pipeline import run_cases
 
 BOUND = 1e-9
@@ -33,6 +34,13 @@ FOUR = [
     ["gpt", "4", 8, {"pin": {"pp": 2, "dp": 2, "microbatches": 2}}],
     ["gpt-tied", "2x2", 8, {"pin": {"pp": 2, "zero": 3, "dp": 2, "microbatches": 3}}],
 ]
+
+MEMORY = [
+    {"pp": 2, "microbatches": 4},
+    {"pp": 2, "microbatches": 4, "schedule": "gpipe"},
+    {"pp": 2, "microbatches": 4, "schedule": "interleaved-1f1b", "virtual_stages": 2},
+]
+USES = ("scaled", "another batch", "eval", "sharded batch", "loaded", "input gradient", "dropout", "scaler")
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-2p", 1), ("interleaved-1f1b", 2), ("looped-bfs", 2)]
 SCHEDULES += [("interleaved-zb", 2), ("zb-v", 2), ("dualpipe-v", 2)]
@@ -85,8 +93,43 @@ def check_all(cases, world, timeout_s):
         check(case, found)
 
 
-def test_two_ranks():
-    check_all(TWO, 2, 250)
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """One start of two ranks serves most tests of this file."""
+    payload = {"cases": TWO, "pins": MEMORY, "path": str(tmp_path_factory.mktemp("saved") / "checkpoint")}
+    return run_ranks_local(f"{pipeline_uses.__name__}:everything", 2, payload, 280, preload=CAPTURE)
+
+
+def test_two_ranks(two_ranks):
+    for case, *found in zip(TWO, *(rank["parity"] for rank in two_ranks), strict=True):
+        check(case, found)
+
+
+def test_bytes_kept_for_the_backward(two_ranks):
+    """Within a tenth of the memory model by stage, and as many micro-batches as the schedule promises."""
+    for rank in two_ranks:
+        for pin, found in zip(MEMORY, rank["memory"], strict=True):
+            assert found["in_flight"] == found["promised"], pin
+            assert found["left"] == 0, f"{pin}: kept after the call"
+            for stage, measured in found["measured"].items():
+                predicted = found["predicted"][stage]
+                assert abs(predicted - measured) <= 0.1 * measured, f"{pin}, stage {stage}: {predicted}, {measured}"
+
+
+def test_uses(two_ranks):
+    """What training loops do with a pipeline: scaling, other batches, evaluation, gradients of inputs."""
+    for found in (rank["uses"] for rank in two_ranks):
+        for use in USES:
+            assert isinstance(found[use], float), f"{use}: {found[use]}"
+            assert found[use] <= BOUND, f"{use}: {found[use]}"
+        assert "handed over once" in found["twice"]
+        assert "outputs='gather'" in found["another output"]
+        done, of = found["handed over"].split(" of ")
+        assert done == of
+
+
+def test_a_checkpoint_goes_into_another_layout(two_ranks):
+    assert [rank["checkpoint"] for rank in two_ranks] == [0.0, 0.0]
 
 
 def test_four_ranks():
