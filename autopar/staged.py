@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from autopar.passes.cast import Cast
 from autopar.passes.check import check_layouts
 from autopar.passes.microbatch import Divided, Microbatch, divide, with_microbatches
 from autopar.passes.shard import Shard
-from autopar.passes.stage import Stage, once_for_all
+from autopar.passes.stage import Stage, between, once_for_all
 from autopar.pipeline import Prepared, on_device
 from autopar.plan import Plan
 from autopar.program import Program
@@ -121,14 +122,7 @@ class _Builder:
         first = self.local(0)
         known: dict[int, tuple[StageProgram, ...]] = {0: self.cut(first)}
         known[self.count - 1] = self.cut(self.local(self.count - 1))
-        middle = range(1, self.count - 1)
-        if len(middle) > 1:  # what depends on the place in the batch does so linearly: equal ends, equal middles
-            ends = [self.local(k) for k in (middle[0], middle[-1])]
-            if str(ends[0].graph) == str(ends[1].graph):
-                shared = self.cut(ends[0])
-                known |= dict.fromkeys(middle, shared)
-            else:
-                known |= {k: self.cut(p) for k, p in zip((middle[0], middle[-1]), ends, strict=True)}
+        known |= self.middle(1, self.count - 2)
         cut = [known[k] if k in known else self.cut(self.local(k)) for k in range(self.count)]
         stages: tuple[Stages, ...] = tuple(cut)
         if self.schedule.replicas > 1:
@@ -158,6 +152,21 @@ class _Builder:
         sinks = {i: (*self.wraps[i], "plain") for i in program.results}
         kind = AsynchronousPipeline if self.schedule.asynchronous else Pipeline
         return Lowered(first, kind(program, self.schedule, self.staging.mesh), sinks)
+
+    def middle(self, first: int, last: int) -> dict[int, tuple[StageProgram, ...]]:
+        """The micro-batches from one to another, all of one size: most are read off the two, where that can be done."""
+        if last - first < 2:
+            return {}
+        ends = [self.cut(self.local(k)) for k in (first, last)]
+        found = {first: ends[0], last: ends[1]}
+        for k in range(first + 1, last):
+            share = Fraction(k - first, last - first)
+            inside = [between(a, b, share) for a, b in zip(*ends, strict=True)]
+            known = tuple(stage for stage in inside if stage is not None)
+            if len(known) < len(inside):
+                break
+            found[k] = known
+        return found
 
     @property
     def splits(self) -> bool:

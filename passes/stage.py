@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from autopar.errors import PlanError
@@ -189,7 +189,7 @@ class _Cutter:
                     paths.append(self.sources[node.name].path)
         graph.output(tuple(copies[n] for n in cut))
         graph.lint()
-        return Cuts(tuple(paths), GraphModule(nn.Module(), graph))
+        return Cuts(tuple(paths), graph)
 
     def needed(self, index: int, roots: list[Node]) -> tuple[set[Node], list[Node], list[Node]]:
         """Nodes that the stage runs, values that it receives, and those that are cut for it."""
@@ -215,6 +215,45 @@ class _Cutter:
     def value(self, node: Node) -> Value:
         fake = node.meta["val"]
         return Value(node.name, tuple(fake.shape), fake.dtype, node in self.grads)
+
+
+def between(first: StageProgram, last: StageProgram, share: Fraction) -> StageProgram | None:
+    """The stage of a micro-batch that lies `share` of the way from one micro-batch to another of its size: where the
+    two cut their inputs differs by numbers alone, and those grow evenly with the place in the batch.
+
+    Returns: None where the two are not alike in this way.
+    """
+    if str(first.program.graph) != str(last.program.graph) or (first.cuts is None) != (last.cuts is None):
+        return None
+    if first.cuts is None or last.cuts is None:
+        return first
+    graph, copies = Graph(), {}
+    pairs = list(zip(first.cuts.graph.nodes, last.cuts.graph.nodes, strict=False))
+    for one, other in pairs:
+        mine, spec = pytree.tree_flatten((one.args, one.kwargs))
+        theirs, its_spec = pytree.tree_flatten((other.args, other.kwargs))
+        if (one.target, spec) != (other.target, its_spec):
+            return None
+        found = [_between(a, b, share) for a, b in zip(mine, theirs, strict=True)]
+        if None in (f for f, a in zip(found, mine, strict=True) if a is not None):
+            return None
+        copies[one] = made = graph.node_copy(one, copies.__getitem__)
+        made.args, made.kwargs = pytree.tree_unflatten(
+            [copies.get(x, x) if isinstance(x, Node) else x for x in found], spec
+        )
+    return replace(first, cuts=Cuts(first.cuts.paths, graph))
+
+
+def _between(a: Any, b: Any, share: Fraction) -> Any:
+    """The argument in between; None where there is none."""
+    if isinstance(a, Node):
+        return a if isinstance(b, Node) and a.name == b.name else None
+    if a == b:
+        return a
+    if type(a) is not int or type(b) is not int:
+        return None
+    value = a + (b - a) * share
+    return int(value) if value.denominator == 1 else None
 
 
 def once_for_all(program: Program) -> tuple[Program, dict[str, tuple[tuple[str, str, str], ...]]]:

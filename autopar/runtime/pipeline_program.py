@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
+from torch.fx import Graph, GraphModule
 
 from autopar.layout import Placement
 from autopar.program import Program, Source
@@ -31,11 +34,15 @@ class Cuts:
     """What is this micro-batch's alone among the inputs: slices, keys of random numbers. Run op by op before the stage,
     so that the stages of all micro-batches of one size are one program.
 
-    Fields:  paths: the sources that `run` takes. run: gives a value for each of the program's placeholders "cut".
+    Fields:  paths: the sources that `graph` takes. graph: gives a value for each of the program's placeholders "cut".
     """
 
     paths: tuple[str, ...]
-    run: Callable[..., tuple[torch.Tensor, ...]]
+    graph: Graph
+
+    @cached_property
+    def run(self) -> GraphModule:
+        return GraphModule(nn.Module(), self.graph)
 
 
 @dataclass(frozen=True, eq=False)

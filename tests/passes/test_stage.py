@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from autopar.dump import program_text
 from autopar.errors import PlanError
 from autopar.layout import P
 from autopar.passes.normalize import Normalize
-from autopar.passes.stage import Stage, once_for_all
+from autopar.passes.stage import Stage, between, once_for_all
 from autopar.program import Program
 from autopar.runtime.moves import move
 from autopar.runtime.pipeline_program import StageProgram
@@ -151,4 +153,10 @@ def test_micro_batches_of_one_size_are_one_program() -> None:
         whole = Normalize().run(program_of(dropped, tensors))
         expected = torch.fx.GraphModule(torch.nn.Module(), whole.graph)(*tensors)[0]
     assert [key[1].item() for key in kept] == [0, 12, 24, 36]
+    for k in range(4):  # the same as read off the first and the last
+        read_off = between(stages[0], stages[-1], Fraction(k, 3))
+        assert read_off is not None
+        assert str(read_off.cuts.graph) == str(stages[k].cuts.graph)  # type: ignore[union-attr]
+    assert between(stages[0], stages[-1], Fraction(1, 2)) is not None
+    assert between(stages[0], stages[-1], Fraction(1, 5)) is None
     torch.testing.assert_close(torch.stack(found).sum(), expected)
