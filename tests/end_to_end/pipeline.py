@@ -15,10 +15,10 @@ STEPS, LEARNING_RATE = 3, 1e-3
 
 def run_cases(payload):
     """payload: {"cases": [[model, mesh, batch, options of parallelize], ...]}. Returns: a dict for each case."""
-    return [_case(*case) for case in payload["cases"]]
+    return [run_case(*case) for case in payload["cases"]]
 
 
-def _case(model, mesh, batch, options):
+def run_case(model, mesh, batch, options):
     reference = _reference(model, batch)
     args, kwargs = inputs(model, batch)
     try:

@@ -1,5 +1,7 @@
 """Run on each rank: what a training loop does with a pipeline beside plain steps; errors or facts by name."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
@@ -39,6 +41,7 @@ def uses(payload):
         "dropout": _dropout(),
         "handed over": _handed_over(m, args),
         "scaler": _grad_scaler(),
+        "foreach": _foreach(m, args),
     }
 
 
@@ -159,6 +162,19 @@ def _handed_over(m, args):
     taken = [p.grad.to_local().data_ptr() in pointers for p in m.parameters()]
     m.zero_grad()
     return f"{sum(taken)} of {len(taken)}"
+
+
+def _foreach(m, args):
+    """On CPUs all parameters are updated together where nothing else was chosen. Returns: by choice, were they?"""
+    found, real = {}, torch.optim.adam._multi_tensor_adam
+    for choice in (None, False):
+        optimizer = torch.optim.AdamW(m.parameters(), foreach=choice)
+        m(*args).backward()
+        with mock.patch.object(torch.optim.adam, "_multi_tensor_adam", wraps=real) as together:
+            optimizer.step()
+        optimizer.zero_grad()
+        found[str(choice)] = [together.called, optimizer.param_groups[0]["foreach"]]
+    return found
 
 
 def _grad_scaler():
