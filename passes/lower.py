@@ -28,6 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autopar.program import record
+from autopar.runtime.bound import bound
 
 aten = torch.ops.aten
 
@@ -320,7 +321,7 @@ def boxed(module: GraphModule) -> Callable[[list[Any]], Any]:
         return make_boxed_func(module.forward)
     module.graph.set_codegen(codegen())
     module.recompile()
-    run = module.forward
+    run = bound(module)
     call: Any = lambda args: run(args)  # noqa: E731 - a bound method takes no attribute
     call._boxed_call = True
     return call

@@ -8,6 +8,7 @@ leaves that stand for the parameters. A message that does not come in time, or a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,14 +73,21 @@ class Step:
         self.seed: Seed = lambda sink, microbatch: None
         self.at: Action | None = None
         self.device = next((v.device for v in leaves.values()), torch.device("cpu"))
+        self.ahead = self.device.type == "cpu"
+        """Receives are posted an action early, in the same order: what comes in meanwhile need not be waited for. A
+        batch on GPUs must hold what its partners' batches hold."""
 
     def run(self, events: Iterable[Event], seed: Seed | None = None) -> None:
         if seed is not None:
             self.seed = seed
-        for event in events:
+        row = tuple(events)
+        for i, event in enumerate(row):
             if event.action is None:
                 self.exchange(event.messages)
                 continue
+            if self.ahead:
+                for coming in itertools.takewhile(lambda e: e.action is None, row[i + 1 :]):
+                    self.exchange([m for m in coming.messages if self.placement[m.target] == self.rank])
             self.at = event.action
             self.act(event.action)
         self.settle()
@@ -239,7 +247,7 @@ class Step:
                     if tensor.numel():
                         operations.append(dist.P2POp(dist.isend, tensor, self.line.ranks[target]))
                         places.append((None, tensor))
-            else:
+            elif message not in self.inbox:  # not awaited yet
                 buffers = [self.buffer(v) for v in self.values(message)]
                 self.inbox[message] = buffers
                 for buffer in buffers:

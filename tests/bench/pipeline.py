@@ -6,7 +6,8 @@ goes first alternates. Losses of the two are compared before anything is timed.
 
 usage: python tests/bench/pipeline.py [--world 2] [--rounds 12] [--schedules gpipe,1f1b,interleaved-1f1b] [--batch 8]
            [--microbatches 4] [--profile]
-Prints a table of medians, spreads (10th to 90th percentile) and ratios (median of the rounds' ratios), and a JSON line.
+Prints a table of medians, spreads (10th to 90th percentile) and ratios (median of the rounds' ratios), of the seconds
+that pass and of those that the processors of all ranks work, and a JSON line of the ratios.
 """
 
 from __future__ import annotations
@@ -119,22 +120,29 @@ def ours(schedule: str, world: int, rank: int, batch: int, microbatches: int) ->
     return step
 
 
-def measure(pairs: dict[str, tuple[Callable[[], Any], ...]], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in pairs}
+Times = dict[str, tuple[list[float], list[float]]]
+
+
+def measure(pairs: dict[str, tuple[Callable[[], Any], ...]], rounds: int) -> dict[str, Times]:
+    """Seconds that pass ("step") and that all ranks' processors work ("work"), by schedule: (ours, by hand)."""
+    found: dict[str, Times] = {what: {name: ([], []) for name in pairs} for what in ("step", "work")}
     for turn in range(rounds):
         for name, steps in pairs.items():
             for side in (0, 1) if turn % 2 else (1, 0):
                 dist.barrier()
-                started = time.perf_counter()
+                started, worked = time.perf_counter(), time.process_time()
                 steps[side]()
+                work = torch.tensor(time.process_time() - worked, dtype=torch.float64)
                 dist.barrier()
-                found[name][side].append(time.perf_counter() - started)
+                found["step"][name][side].append(time.perf_counter() - started)
+                dist.all_reduce(work)
+                found["work"][name][side].append(float(work))
     return found
 
 
-def report(found: dict[str, tuple[list[float], list[float]]], world: int) -> None:
+def report(found: Times, what: str, world: int) -> None:
     head = "median s | 10 % to 90 %"
-    print(f"| {world} ranks | ours, {head} | by hand, {head} | ratio | 10 % to 90 % | rounds |")
+    print(f"| {world} ranks, {what} | ours, {head} | by hand, {head} | ratio | 10 % to 90 % | rounds |")
     print("|---" * 8 + "|")
     ratios = {}
     for name, sides in found.items():
@@ -183,7 +191,8 @@ def main() -> None:
     else:
         found = measure(pairs, options.rounds)
         if rank == 0:
-            report(found, options.world)
+            for what, times in found.items():
+                report(times, what, options.world)
     dist.destroy_process_group()
 
 
