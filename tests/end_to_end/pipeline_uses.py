@@ -146,10 +146,11 @@ class _Dropping(torch.nn.Module):
 
 
 def _dropout():
+    """Every micro-batch draws its own part of one mask, the smaller last one, too."""
     torch.manual_seed(0)
     model = _Dropping().double()
-    x = torch.randn(8, 16, dtype=torch.float64)
-    report = autopar.verify(model, "2", example_args=(x,), pin={"pp": 2, "microbatches": 3}, steps=2)
+    x = torch.randn(14, 16, dtype=torch.float64)
+    report = autopar.verify(model, "2", example_args=(x,), pin={"pp": 2, "microbatches": 5}, steps=2)
     return 0.0 if report.equal else str(report)
 
 

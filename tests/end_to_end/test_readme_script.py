@@ -11,6 +11,8 @@ import autopar
 from tests.end_to_end.readme_script import ROOT
 
 SCRIPT = str(ROOT / "tests" / "end_to_end" / "readme_script.py")
+STEPS_LENGTH = 10 * 1e-3
+"""Of one number, over the whole script."""
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d")
 
 
@@ -34,4 +36,6 @@ def test_a_pipeline_trains_the_same(tmp_path):
         assert found["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert found["parameters"].keys() == one["parameters"].keys()
         for name, expected in one["parameters"].items():
-            assert (found["parameters"][name] - expected).norm() <= 1e-4 * expected.norm(), name
+            # Adam makes steps of what is left of a gradient that is truly zero (the bias of keys), in float32
+            least = 1e-3 * STEPS_LENGTH * expected.numel() ** 0.5
+            assert (found["parameters"][name] - expected).norm() <= max(1e-4 * expected.norm(), least), name
