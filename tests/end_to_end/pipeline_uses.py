@@ -1,5 +1,6 @@
 """Run on each rank: what a training loop does with a pipeline beside plain steps; errors or facts by name."""
 
+import importlib
 from unittest import mock
 
 import torch
@@ -81,7 +82,7 @@ def _eval(m, single, args):
     loss, expected = m(*args), single(*args)
     m.train()
     single.train()
-    return "differentiable" if loss.requires_grad else abs(float(loss) - float(expected)) / float(expected)
+    return "differentiable" if loss.requires_grad else (abs(loss - expected) / expected).item()
 
 
 def _sharded(m, single, args):
@@ -167,11 +168,12 @@ def _handed_over(m, args):
 
 def _foreach(m, args):
     """On CPUs all parameters are updated together where nothing else was chosen. Returns: by choice, were they?"""
-    found, real = {}, torch.optim.adam._multi_tensor_adam
+    module = importlib.import_module("torch.optim.adam")
+    found, real = {}, module._multi_tensor_adam
     for choice in (None, False):
         optimizer = torch.optim.AdamW(m.parameters(), foreach=choice)
         m(*args).backward()
-        with mock.patch.object(torch.optim.adam, "_multi_tensor_adam", wraps=real) as together:
+        with mock.patch.object(module, "_multi_tensor_adam", wraps=real) as together:
             optimizer.step()
         optimizer.zero_grad()
         found[str(choice)] = [together.called, optimizer.param_groups[0]["foreach"]]
