@@ -181,7 +181,8 @@ class _Cutter:
             fresh = [n for n in stack.pop().all_input_nodes if n not in needed]
             needed.update(fresh)
             stack += fresh
-        graph, copies, paths = Graph(), {}, []
+        graph, paths = Graph(), []
+        copies: dict[Node, Node] = {}
         for node in self.nodes:
             if node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -227,9 +228,9 @@ def between(first: StageProgram, last: StageProgram, share: Fraction) -> StagePr
         return None
     if first.cuts is None or last.cuts is None:
         return first
-    graph, copies = Graph(), {}
-    pairs = list(zip(first.cuts.graph.nodes, last.cuts.graph.nodes, strict=False))
-    for one, other in pairs:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for one, other in zip(first.cuts.graph.nodes, last.cuts.graph.nodes, strict=False):
         mine, spec = pytree.tree_flatten((one.args, one.kwargs))
         theirs, its_spec = pytree.tree_flatten((other.args, other.kwargs))
         if (one.target, spec) != (other.target, its_spec):
