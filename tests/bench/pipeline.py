@@ -1,6 +1,6 @@
 """Seconds a step of pipelines: hand-written `torch.distributed.pipelining` programs and autopar, interleaved.
 
-A GPT of about 8 million parameters with the same cut, schedule and micro-batches on both sides; a step is forward,
+A GPT of about 30 million parameters with the same cut, schedule and micro-batches on both sides; a step is forward,
 backward and AdamW. Every round runs each of them once, so that what else the machine does hits all; which of a pair
 goes first alternates. Losses of the two are compared before anything is timed.
 
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench import step_time
 
 LAYERS, VIRTUAL = 8, {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2}
-step_time.WIDTH, step_time.LAYERS, step_time.VOCAB, step_time.SEQ = 256, LAYERS, 2048, 128
+step_time.WIDTH, step_time.LAYERS, step_time.VOCAB, step_time.SEQ = 512, LAYERS, 4096, 128
 
 
 class Part(nn.Module):

@@ -8,6 +8,7 @@ from autopar.runtime.launch import CAPTURE, run_ranks_local
 from tests.end_to_end import pipeline_uses
 from tests.end_to_end.pipeline import run_cases
 
+pytestmark = pytest.mark.timeout(600)  # one start of ranks makes up several tests
 BOUND = 1e-9
 LOWER = {"hf-gpt2": 1e-6, "hf-llama": 1e-6}
 
@@ -97,7 +98,7 @@ def check_all(cases, world, timeout_s):
 def two_ranks(tmp_path_factory):
     """One start of two ranks serves most tests of this file."""
     payload = {"cases": TWO, "pins": MEMORY, "path": str(tmp_path_factory.mktemp("saved") / "checkpoint")}
-    return run_ranks_local(f"{pipeline_uses.__name__}:everything", 2, payload, 280, preload=CAPTURE)
+    return run_ranks_local(f"{pipeline_uses.__name__}:everything", 2, payload, 500, preload=CAPTURE)
 
 
 def test_two_ranks(two_ranks):
