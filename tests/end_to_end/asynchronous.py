@@ -111,7 +111,26 @@ def uses(payload):
         "loss outside": refused(lambda: autopar.parallelize(build(), "2", outputs="gather", **arguments)),
         "verify": refused(lambda: autopar.verify(build(), "2", **arguments)),
         "table": str(m.plan),
+        "masks": _masks(),
     }
+
+
+def _masks():
+    """With dropout and recomputation, and weights that stay: gradients are those of the synchronous pipeline, later."""
+    runs = {}
+    for schedule in ("1f1b", "async-1f1b"):
+        pin = {"pp": 2, "microbatches": 1, "schedule": schedule, "recompute": "full"}
+        m = autopar.parallelize(build(dropout=0.4), "2", example_args=batch_of(0), pin=pin)
+        m.manual_seed(5)
+        runs[schedule] = []
+        for step in range(4):
+            m(*batch_of(step)).backward()
+            runs[schedule].append({n: full(p.grad).clone() for n, p in m.named_parameters() if p.grad is not None})
+            m.zero_grad()
+    later = 1 - dist.get_rank()
+    pairs = zip(runs["1f1b"], runs["async-1f1b"][later:], strict=False)
+    errors = [error(stale[n], g, 1e-6) for now, stale in pairs for n, g in now.items()]
+    return max(errors) if len(errors) >= 3 * 2 else "too few gradients"
 
 
 def behind(schedule, stages, microbatches, stage, microbatch):

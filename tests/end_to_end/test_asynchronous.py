@@ -64,4 +64,5 @@ def test_what_a_loop_may_do():
         )
         assert "the loss is computed outside the model" in found["loss outside"]
         assert "does not equal one device" in found["verify"]
+        assert found["masks"] == 0.0
         assert "at most 1, 0 updates behind, 2, 1 versions of the weights" in found["table"]
