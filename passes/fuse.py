@@ -80,7 +80,8 @@ def split_norm_backwards(graph: Graph) -> None:
         *others, mask = given(whole)
         items = [u for u in whole.users if u.target is operator.getitem]
         wanted = [[u for u in items if (given(u)[1] == 0) is first] for first in (True, False)]
-        if not all(wanted) or _fits(whole, items):
+        read = [u for u in items if u.users and isinstance(u.meta.get("val"), torch.Tensor)]
+        if not all(set(users) & set(read) for users in wanted) or _fits(whole, read):
             continue
         for first, users in zip((True, False), wanted, strict=True):
             shown = [m and (i == 0) is first for i, m in enumerate(mask)]

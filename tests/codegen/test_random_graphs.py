@@ -42,10 +42,20 @@ BINARY = (
 )
 
 
+ROWWISE = (
+    lambda x: x.softmax(-1),
+    lambda x: (x * 3).softmax(-1) * x,
+    lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+    lambda x: x - x.mean(-1, keepdim=True),
+    lambda x: (x * 2).log_softmax(-1),
+    torch.sin,
+)
+
+
 @st.composite
-def programs(draw):
+def programs(draw, widths=(1, 2, 8, 13), unary=UNARY):
     """(function of two tensors and a weight, shape): some steps, each of values made before."""
-    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.sampled_from((1, 2, 8, 13))))
+    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.sampled_from(widths)))
     steps = draw(
         st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)), min_size=2, max_size=7)
     )
@@ -53,9 +63,9 @@ def programs(draw):
     def function(x, y, w):
         made = [x, y * w]
         for op, i, j in steps:
-            op %= len(UNARY) + len(BINARY)
+            op %= len(unary) + len(BINARY)
             a, b = made[-1 - i % 2], made[j % len(made)]
-            made.append(UNARY[op](a) if op < len(UNARY) else BINARY[op - len(UNARY)](a, b))
+            made.append(unary[op](a) if op < len(unary) else BINARY[op - len(unary)](a, b))
         return made[-1] + made[-2] + 0.1 * (x + y * w)
 
     return function, shape
@@ -76,9 +86,9 @@ def test_equal_eager_forward_and_backward(program):
 
 
 @settings(max_examples=8, **SETTINGS)
-@given(programs())
+@given(programs((13, 19), ROWWISE))
 def test_equal_eager_when_rows_are_swept(program):
-    """As if a program held 8 columns at most: rows of 13 take two tiles, the second with a mask."""
+    """As if a program held 8 columns at most: rows of 13 take two tiles, of 19 three, the last with a mask."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_fits", lambda *_: False)
         patch.setattr(tiles, "_swept", lambda kernel, _: tiles.Tile(1, 8, kernel.row_count, 1, 1, 4, swept=True))
