@@ -69,7 +69,7 @@ def search(
     tries[1:1] = [(pinned, factor_axes(topology, pinned.pins.degrees)) for pinned in _across_nodes(settings, topology)]
     spare = [(pinned, mesh) for pinned in {id(p): p for p, _ in tries}.values() for mesh in divided(topology, pinned)]
     for attempt, (pinned, mesh) in enumerate((*tries, *spare)):
-        if best is not None and attempt >= len(tries):
+        if attempt >= len(tries) and (best is not None or isinstance(refusal, InfeasibleError)):
             break
         if best is not None and spent + len(best.built.op_choice) * GROWTH ** len(mesh.axes) > WORK:
             continue
