@@ -19,7 +19,9 @@ the outputs. With fp16 scale the loss by `torch.amp.GradScaler`: it agrees on al
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +111,43 @@ def skeleton(model: nn.Module, precision: Precision | None = None) -> nn.Module:
         if not p.is_meta:
             empty.untyped_storage().resize_(0)
         memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
-    return copy.deepcopy(model, memo)
+    return deep_copy(model, memo)
+
+
+def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """`copy.deepcopy` of a module, also after a forward that kept its results; an attribute that cannot be copied (a
+    lock, a handle) is shared. memo: what stands for parts of the module, by id."""
+    memo = memo or {}
+    with _results_copied():
+        try:
+            return copy.deepcopy(model, dict(memo))
+        except (TypeError, RuntimeError, NotImplementedError):
+            pass
+        for value in (v for m in model.modules() for v in vars(m).values()):
+            try:
+                copy.deepcopy(value, dict(memo))
+            except (TypeError, RuntimeError, NotImplementedError):
+                if not any(value is table for m in model.modules() for table in (m._modules, m._parameters)):
+                    memo[id(value)] = value
+        return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def _results_copied() -> Iterator[None]:
+    """Copy what a forward left on the module (weight_norm's weight, a kept activation), which torch refuses to, as
+    values without a gradient."""
+    original = torch.Tensor.__deepcopy__
+
+    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if not tensor.is_leaf:
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return original(tensor, memo)  # type: ignore[no-untyped-call]
+
+    torch.Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.__deepcopy__ = original  # type: ignore[method-assign]
 
 
 def masters(model: nn.Module, state: dict[str, torch.Tensor], precision: Precision) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ of one device, whose generator does not depend on the plan.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from autopar.compare import Difference, Report, bounds_of, differences, max_erro
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.precision import parse_precision
+from autopar.precision import deep_copy, parse_precision
 from autopar.program import OutputRef, Program, record
 from autopar.request import topology_of
 from autopar.runtime.module import ParallelModule
@@ -102,7 +101,7 @@ def verify(
     ensure_process_group(topology.size)
     device = connect_world(topology.size)
     args, kwargs = example_of(model, example_args, example_kwargs)
-    base = cast(copy.deepcopy(model), wanted).to(device)
+    base = cast(deep_copy(model), wanted).to(device)
     if topology.size > 1:
         for value in [*base.parameters(), *base.buffers()]:
             dist.broadcast(value.detach(), 0)  # rank 0's weights win, as in parallelize
@@ -114,14 +113,14 @@ def verify(
 
     def parallel(where: Any, dt: torch.dtype, **more: Any) -> ParallelModule:
         a, k = inputs.in_dtype(dt)
-        built = cast(copy.deepcopy(base), dt)
+        built = cast(deep_copy(base), dt)
         return parallelize(built, where, example_args=a, example_kwargs=k, **{**common, **more})
 
     def run(module: nn.Module, dt: torch.dtype) -> Trained:
         return train(module, inputs, dt, loss, steps)
 
     exact = torch.float64 if wanted in (torch.bfloat16, torch.float16) else wanted
-    expected = run(cast(copy.deepcopy(base), exact), exact)
+    expected = run(cast(deep_copy(base), exact), exact)
     reference = "PyTorch on one device"
     alone = None
     if expected.random:
@@ -137,12 +136,12 @@ def verify(
     got = run(m, wanted)
     truth = expected
     if wanted == torch.float32:
-        true = _seeded(parallel(alone, torch.float64, pin=None, outputs="gather")) if alone else copy.deepcopy(base)
+        true = _seeded(parallel(alone, torch.float64, pin=None, outputs="gather")) if alone else deep_copy(base)
         truth = train(cast(true, torch.float64), inputs, torch.float64, loss, 0)
     zeros = frozenset() if wanted == torch.float64 else zero_gradients(truth.tensors)
     single = None
     if exact != wanted:
-        rough = _seeded(parallel(alone, wanted, pin=None, outputs="gather")) if alone else copy.deepcopy(base)
+        rough = _seeded(parallel(alone, wanted, pin=None, outputs="gather")) if alone else deep_copy(base)
         single = max_errors(differences(run(rough, wanted).tensors, expected.tensors, zeros))
     found = differences(got.tensors, expected.tensors, zeros)
     if topology.size > 1:

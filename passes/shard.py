@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from autopar.cost.compute import element_bytes
 from autopar.cost.hardware import Profile
 from autopar.cost.route import Routes, routes
+from autopar.errors import UnsupportedOpError
 from autopar.layout import I, Layout, Parts, Placement, chunk, local_parts
 from autopar.mesh import LogicalMesh
 from autopar.program import Program, record, set_record
@@ -22,6 +23,7 @@ from autopar.rules.decisions import Decisions
 from autopar.rules.local import Local
 from autopar.rules.shapes import fake_result
 from autopar.runtime.moves import max_over, move
+from autopar.user_function import op_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +32,8 @@ class Shard:
 
     Input:   %h = linear(%x, %w) ; %y = relu(%h)                    (h: S(1) on tp, y: I on tp)
     Output:  %x_1 = move(%x, tp, I, R) ; %h = linear(%x_1, %w) ; %h_1 = move(%h, tp, S(1), I) ; %y = relu(%h_1)
-    Refuses: nothing; a local shape that disagrees with its layout is a bug and asserts.
+    Refuses: an op that torch cannot run without values. A local shape that disagrees with its layout is a bug and
+             asserts.
     """
 
     analysis: Analysis
@@ -183,7 +186,16 @@ class _Writer:
         assert self.current is not None
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {k: v for k, v in self.current.meta.items() if k != "val"}
-        made.meta["val"] = args[0].meta["val"] if target is max_over else fake_result(target, args, kwargs, self.mode)
+        try:
+            made.meta["val"] = (
+                args[0].meta["val"] if target is max_over else fake_result(target, args, kwargs, self.mode)
+            )
+        except (RuntimeError, TypeError, ValueError) as error:
+            said = next(iter(str(error).strip().splitlines()), "")
+            raise UnsupportedOpError(
+                f"{record(self.current).where or self.current.name}: {op_text(self.current)} cannot be written for a "
+                f"shard [{type(error).__name__}: {said:.200}]; write it with other operators"
+            ) from error
         return made
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> Any:

@@ -1,5 +1,7 @@
 """autopar/precision.py: what `precision=` means, what it refuses, and what a model is captured as."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -99,3 +101,36 @@ def test_a_bf16_model_gets_fp32_masters_under_a_name_only():
         m = autopar.parallelize(Scale().to(BF16), autopar.Mesh("1"), example_args=(x,), precision=precision)
         m(x).backward()
         assert {p.grad.dtype for p in m.parameters()} == {dtype}
+
+
+class Kept(nn.Module):
+    """Holds what deepcopy refuses: the result of a forward, a lock, and a weight that a hook computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([nn.utils.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2)])
+        self.guard, self.seen = threading.Lock(), []
+
+    def forward(self, x):
+        with self.guard:
+            h = self.inner[0](x)
+        self.seen = [{"h": h}]
+        return self.inner[1](h)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_the_skeleton_of_a_module_that_holds_results_and_locks():
+    torch.manual_seed(0)
+    model, x = Kept(), torch.randn(5, 3)
+    model(x).sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    made = skeleton(model)
+    assert made.guard is model.guard
+    assert made.inner[0] is not model.inner[0]
+    assert made.inner[0].weight_g.untyped_storage().size() == 0
+    assert made.seen[0]["h"].grad_fn is None
+    m = autopar.parallelize(model, autopar.Mesh("1", device="cpu"), example_args=(x,), outputs="gather")
+    m(torch.cat([x, x])[:7])  # another size is captured from the skeleton
+    m(x).sum().backward()
+    for name, parameter in m.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name])

@@ -38,7 +38,7 @@ def _gaussian_nll(
         return original(input, target, var, full, eps, reduction)
     if var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
-    if reduction not in _REDUCED or torch.broadcast_shapes(input.shape, var.shape) != input.shape:
+    if reduction not in _REDUCED or torch.Size(torch.broadcast_shapes(input.shape, var.shape)) != input.shape:
         raise ValueError(f"gaussian_nll_loss: var {tuple(var.shape)}, input {tuple(input.shape)}, {reduction=}")
     clamped = var.clamp(min=eps).detach() + (var - var.detach())  # torch's clamp is one without a gradient of its own
     loss = 0.5 * (clamped.log() + (input - target).square() / clamped)
@@ -93,6 +93,47 @@ def _counts(input: Tensor, weights: Tensor | None = None, minlength: int = 0, or
     return torch.zeros(minlength, dtype=ones.dtype, device=input.device).scatter_add(0, input.long(), ones)
 
 
+def _inverse_stft(
+    input: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+    original: Any = None,
+) -> Tensor:
+    """Without the check that the windows leave no sample out: frames back, windowed, overlapped, each sample divided
+    by the squares of the windows over it."""
+    if return_complex or onesided is False or not input.is_complex():
+        return original(
+            input, n_fft, hop_length, win_length, window, center, normalized, onesided, length, return_complex
+        )
+    hop, width = hop_length or n_fft // 4, win_length or n_fft
+    frames = input if input.dim() == 3 else input.unsqueeze(0)
+    count = frames.shape[-1]
+    total = n_fft + hop * (count - 1)
+    pieces = torch.fft.irfft(frames.transpose(1, 2), n=n_fft, norm="ortho" if normalized else None)
+    shape = pieces.new_ones(width) if window is None else window
+    left = (n_fft - width) // 2
+    shape = F.pad(shape, (left, n_fft - width - left))
+
+    def overlapped(rows: Tensor) -> Tensor:
+        return F.fold(rows.transpose(1, 2), (1, total), (1, n_fft), stride=(1, hop)).flatten(1)
+
+    summed = overlapped(pieces * shape)
+    squares = overlapped(shape.square().expand(1, count, n_fft))
+    first = n_fft // 2 if center else 0
+    last = total - n_fft // 2 if center else total
+    last = last if length is None else min(first + length, total)
+    found = summed[:, first:last] / squares[:, first:last]  # outside, a window may be zero
+    found = found if length is None else F.pad(found, (0, length - found.shape[1]))
+    return found if input.dim() == 3 else found.squeeze(0)
+
+
 def _adaptive(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor, original: Any = None) -> Any:
     """Every cluster's log probabilities, and of each row its target's."""
     found = self.log_prob(input_ if target_.dim() else input_.unsqueeze(0))
@@ -123,6 +164,8 @@ _REWRITTEN: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (Tensor, "corrcoef", _correlation),
     (torch, "combinations", _combinations),
     (torch, "ctc_loss", ctc_loss),
+    (torch, "istft", _inverse_stft),
+    (Tensor, "istft", _inverse_stft),
     (torch, "bincount", _counts),
     (Tensor, "bincount", _counts),
     (nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive),

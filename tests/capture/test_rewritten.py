@@ -43,6 +43,13 @@ def inference(net: Net, x: Tensor) -> Tensor:
     return kept * seen.clone() + teacher(net, x).clone()
 
 
+def sound(net: Net, x: Tensor, **options: object) -> Tensor:
+    """Frames of a signal, changed, and the signal that they make."""
+    wave = torch.stft(net.fc(x).flatten().repeat(2, 2), 8, return_complex=True, **options)  # type: ignore[arg-type]
+    return torch.istft(wave * (1 + 0.1j), 8, **options)  # type: ignore[arg-type]
+
+
+WINDOW = torch.hann_window(6, dtype=torch.float64)
 BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "encoder with a mask": lambda net, x: net.encoder(net.fc(x)[None], mask=MASK),
     "decoder with a mask": lambda net, x: net.decoder(net.fc(x)[None], x[None], tgt_mask=MASK),
@@ -68,6 +75,11 @@ BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "alignments of targets in a row": lambda net, x: nn.CTCLoss(reduction="sum", zero_infinity=True)(
         net.fc(x).view(4, 3, 2).log_softmax(-1), torch.ones(9, dtype=torch.long), (4, 3, 4), (2, 1, 6)
     ),
+    "sound": lambda net, x: sound(net, x, window=torch.ones(8, dtype=torch.float64)),
+    "sound in a window": lambda net, x: sound(net, x, hop_length=3, win_length=6, window=WINDOW, normalized=True),
+    "sound of a length": lambda net, x: torch.stft(
+        net.fc(x)[0].repeat(6), 8, window=torch.ones(8).double(), return_complex=True
+    ).istft(8, window=torch.ones(8).double(), length=33),
     "inference": inference,
 }
 
