@@ -108,7 +108,7 @@ def _check_once(group: FusedGroup, seen: dict[str, float], found: Found) -> None
     found.checked[text] = seen[text]
 
 
-def table(names: list[str]) -> Iterator[str]:
+def table(names: list[str], dtypes: list[str]) -> Iterator[str]:
     yield f"{MARK}\n"
     yield f"Made by `python -m tests.bench.kernels_run`, {time.strftime('%Y-%m-%d')}: torch {torch.__version__}. Each"
     yield "kernel of the forward and the backward graph on one device, against its ATen ops in float32. `different`:"
@@ -118,9 +118,9 @@ def table(names: list[str]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     seen: dict[str, float] = {}
     for case in cases():
-        if names and case.name not in names:
-            continue
         dtype = str(case.dtype).removeprefix("torch.")
+        if (names and case.name not in names) or dtype not in dtypes:
+            continue
         try:
             found = check(case, seen)
         except Exception as error:
@@ -137,9 +137,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="models; all when none is given")
     parser.add_argument("--out", type=Path, help=f"a file whose part from `{MARK}` on is replaced")
+    parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     given = parser.parse_args()
     lines = []
-    for line in table(given.names):
+    for line in table(given.names, given.dtypes.split(",")):
         print(line, flush=True)
         lines.append(line)
     if given.out:

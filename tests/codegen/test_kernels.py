@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from autopar.passes.fuse import Fuse
+from tests.bench import kernels_run
 from tests.codegen.compare import check_group, groups
 from tests.codegen.lowered import gpt, llama, lower_model
+from tests.end_to_end.architectures import ARCHITECTURES
 
 HALVES = (torch.bfloat16, torch.float16)
 CASES = [
@@ -31,3 +33,21 @@ def test_kernels_equal_their_ops(model, dtype, sizes):
         assert found
         for group in found:
             check_group(group)
+
+
+OFTEN = (("zoo-unet", "float32"), ("llama", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{case.name}-{dtype}", marks=() if (case.name, dtype) in OFTEN else pytest.mark.slow)
+        for case in kernels_run.cases()
+        if case.name in ARCHITECTURES and (dtype := str(case.dtype).removeprefix("torch.")) != "float16"
+    ],
+)
+def test_kernels_of_architectures(case):
+    """As a user's model is lowered; `tests/bench/kernels.md` has the table of all."""
+    found = kernels_run.check(case, {})
+    assert found.wrong == []
+    assert min(found.kernels.values()) > 0
