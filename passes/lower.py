@@ -130,7 +130,7 @@ class _Cut:
         users = [u for u in node.users if u not in self.late and u.op != "output"]
         pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
         op = record(node).op
-        if not pointwise or not op or not users or node in self.results:
+        if not pointwise or not op or not users or node in self.results or _takes_a_part(node):
             return False
         return all(record(u).op == op for u in users)
 
@@ -234,6 +234,14 @@ def is_view(node: Node) -> bool:
 
 def _shares(node: Node) -> bool:
     return is_view(node) or (node.target is operator.getitem and is_view(node.args[0]))  # type: ignore[arg-type]
+
+
+def _takes_a_part(node: Node) -> bool:
+    """Is this a copy of a shard of a whole value? It is saved itself: the whole one is larger."""
+    source = node.args[0] if node.target is aten.clone.default else None
+    while isinstance(source, Node) and is_view(source):
+        source = source.args[0]
+    return isinstance(source, Node) and _size_bytes(source) > _size_bytes(node)
 
 
 def _draws(node: Node) -> bool:

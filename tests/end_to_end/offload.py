@@ -10,6 +10,11 @@ from tests.end_to_end.small_models import BATCH, build, inputs, loss_of
 
 STEPS, HALVES, LEARNING_RATE = 2, 2, 1e-2
 WORDS = ("none", "optimizer", "parameters")
+SOME = [
+    ["2", {"dp": 2, "zero": 3}, "aot", "bf16"],
+    ["2", {"dp": 2, "zero": 2}, "aot", None],
+    ["2", {"pp": 2, "microbatches": 2}, "aot", None],
+]
 
 
 class Copies(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """Run on each rank: torch's optimizers, schedulers, clipping and hooks on a parallel module and on one device."""
 
 import contextlib
+import functools
 import math
 
 import torch
@@ -36,8 +37,10 @@ def run_cases(payload):
     return out
 
 
-def _parallel(pin, accumulate=1):
+@functools.cache
+def _module(zero, degree, accumulate):
     args, kwargs = inputs("gpt")
+    pin = {"tp": 2} if degree == "tp" else {"dp": 2, "zero": zero}
     return autopar.parallelize(
         build("gpt"),
         autopar.Mesh("2"),
@@ -47,6 +50,14 @@ def _parallel(pin, accumulate=1):
         backend="eager",
         accumulate=accumulate,
     )
+
+
+def _parallel(pin, accumulate=1):
+    """One module a plan, as it was when it was made."""
+    m = _module(pin.get("zero"), next(iter(pin)), accumulate)
+    m.load_state_dict(build("gpt").state_dict())
+    m.zero_grad()
+    return m
 
 
 def _compare(pin, train, accumulate=1):
@@ -90,8 +101,10 @@ def _everything(m):
     decayed = [p for n, p in m.named_parameters() if p.dim() > 1 and "embedding" not in n]
     others = [p for n, p in m.named_parameters() if p.dim() <= 1 or "embedding" in n]
     seen, norms = [], []
-    decayed[0].register_hook(lambda grad: grad * 2)
-    decayed[1].register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    hooks = [
+        decayed[0].register_hook(lambda grad: grad * 2),
+        decayed[1].register_post_accumulate_grad_hook(lambda p: seen.append(p)),
+    ]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -102,6 +115,8 @@ def _everything(m):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+    for hook in hooks:
+        hook.remove()
     assert len(seen) == STEPS
     return norms
 
@@ -140,7 +155,3 @@ def _refusal(pin, make):
     except autopar.PlanError as error:
         return str(error)
     return ""
-
-
-def run_kept(payload):
-    return _compare({"dp": 2, "zero": 1}, _kept, accumulate=2)

@@ -12,6 +12,13 @@ from tests.end_to_end.parity import full
 from tests.end_to_end.small_models import BATCH, build, inputs, loss_of
 
 STEPS, LEARNING_RATE = 3, 1e-3
+CASES = [
+    ["bf16", {"dp": 2, "zero": 3}, "aot"],
+    ["policy", {"dp": 2, "zero": 2}, "eager"],
+    ["policy", {"dp": 2, "zero": 1}, "aot"],
+    ["reduced in bf16", {"dp": 2, "zero": 0}, "aot"],
+    ["output", {"tp": 2}, "eager"],
+]
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICIES = {
     "bf16": "bf16",

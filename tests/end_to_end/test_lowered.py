@@ -9,8 +9,6 @@ from tests.end_to_end.lowered import PRODUCT, pairwise
 
 EXACT, ROUGH = 1e-9, 1.5
 """Errors in the model's own float64; in bf16 those of one device in bf16, times this."""
-SOME = pairwise()[1:5]
-"""In every run: each level of ZeRO, of recomputation, both of the others; the rest by -m slow."""
 
 
 def run(mesh, world, cases, timeout_s):
@@ -47,14 +45,16 @@ def check_saved(found):
         assert levels["none"] > levels["selective"] > levels["full"] > 0
 
 
-def test_some_combinations_on_two_ranks():
-    for found in run("2", 2, SOME, 280):
+@pytest.mark.part("lowered")
+@pytest.mark.timeout(900)
+def test_pairwise_on_two_ranks(on_two_ranks):
+    for found in on_two_ranks("lowered"):
         check(found)
 
 
 def test_pairs_meet():
     assert len(pairwise()) <= 14
-    assert {c["zero"] for c in SOME} == {0, 1, 2, 3}
+    assert {(c["zero"], c["recompute"]) for c in pairwise()} == {(c["zero"], c["recompute"]) for c in PRODUCT}
 
 
 @pytest.mark.slow

@@ -3,12 +3,8 @@
 import pytest
 
 from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.end_to_end.offload import SOME
 
-SOME = [
-    ["2", {"dp": 2, "zero": 3}, "aot", "bf16"],
-    ["2", {"dp": 2, "zero": 2}, "aot", None],
-    ["2", {"pp": 2, "microbatches": 2}, "aot", None],
-]
 REST = [
     ["2", {"dp": 2, "zero": 0}, "aot", "bf16"],
     ["2", {"dp": 2, "zero": 1}, "eager", None],
@@ -18,9 +14,7 @@ REST = [
 ]
 
 
-def check(cases):
-    preload = (*CAPTURE, "functorch.compile")
-    ranks = run_ranks_local("tests.end_to_end.offload:run_cases", 2, {"cases": cases}, 280, preload=preload)
+def check(cases, ranks):
     for rank in ranks:
         for case, found in zip(cases, rank, strict=True):
             check_case(case, found)
@@ -52,10 +46,14 @@ def check_case(case, found):
                 assert told["device bytes"] + told["put bytes"] == pytest.approx(expected, rel=0.05), case
 
 
-def test_some_cases():
-    check(SOME)
+@pytest.mark.part("offload")
+@pytest.mark.timeout(900)
+def test_some_cases(on_two_ranks):
+    check(SOME, on_two_ranks("offload"))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_other_cases():
-    check(REST)
+    preload = (*CAPTURE, "functorch.compile")
+    check(REST, run_ranks_local("tests.end_to_end.offload:run_cases", 2, {"cases": REST}, 800, preload=preload))

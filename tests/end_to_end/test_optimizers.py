@@ -2,12 +2,12 @@
 
 import pytest
 
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+pytestmark = [pytest.mark.part("optimizers"), pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def found():
-    return run_ranks_local("tests.end_to_end.optimizers:run_cases", 2, {}, 280, preload=CAPTURE)
+@pytest.fixture
+def found(on_two_ranks):
+    return on_two_ranks("optimizers")
 
 
 def test_equal_to_one_device(found):

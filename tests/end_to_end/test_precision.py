@@ -2,27 +2,16 @@
 
 import pytest
 
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.end_to_end.precision import CASES
 
 ROUGH = 1.5
 """Errors to the float64 result: ours over the peers'."""
-CASES = [
-    ["bf16", {"dp": 2, "zero": 3}, "aot"],
-    ["policy", {"dp": 2, "zero": 2}, "eager"],
-    ["policy", {"dp": 2, "zero": 1}, "aot"],
-    ["reduced in bf16", {"dp": 2, "zero": 0}, "aot"],
-    ["output", {"tp": 2}, "eager"],
-]
+pytestmark = [pytest.mark.part("precision"), pytest.mark.timeout(900)]
 
 
-def ranks(function, payload, timeout_s=280):
-    preload = (*CAPTURE, "functorch.compile", "torch.distributed.fsdp")
-    return run_ranks_local(f"tests.end_to_end.precision:{function}", 2, payload, timeout_s, preload=preload)
-
-
-@pytest.fixture(scope="module")
-def found():
-    return ranks("run_cases", {"cases": CASES})
+@pytest.fixture
+def found(on_two_ranks):
+    return on_two_ranks("precision")
 
 
 def test_as_exact_as_the_peers(found):
@@ -53,7 +42,8 @@ def test_what_is_sent(found):
     assert zero_0["backward all_reduce"] < 0.05
 
 
-def test_a_loss_scaler_agrees_on_all_ranks():
+@pytest.mark.part("scaler")
+def test_a_loss_scaler_agrees_on_all_ranks(on_two_ranks):
     """A gradient that overflowed on one rank alone: no rank steps, all halve the scale."""
-    for steps in ranks("run_scaler", {}):
+    for steps in on_two_ranks("scaler"):
         assert steps == [[True, 256.0], [False, 128.0], [True, 128.0]]

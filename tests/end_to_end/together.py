@@ -1,15 +1,21 @@
-"""Several files' cases on one set of ranks: to start them, and to import torch, takes longer than most cases."""
+"""Run on each rank: several files' cases, one file after another."""
 
 import importlib
 import time
+import traceback
 
 
 def run(payload):
-    """payload: {"parts": [["module:function", payload], ...]}. Returns: what each gives, and its seconds."""
-    out = []
-    for name, given in payload["parts"]:
-        module, _, function = name.partition(":")
-        started = time.perf_counter()
-        found = getattr(importlib.import_module(module), function)(given)
-        out.append({"found": found, "seconds": time.perf_counter() - started})
+    """payload: {"parts": {name: ["module:function", payload]}}. Returns: by name what it gives, or its error, and its
+    processor time.
+    """
+    out = {}
+    for name, (path, given) in payload["parts"].items():
+        module, _, function = path.partition(":")
+        started, told = time.process_time(), {}
+        try:
+            told["found"] = getattr(importlib.import_module(module), function)(given)
+        except Exception:
+            told["error"] = traceback.format_exc()
+        out[name] = {**told, "processor_s": time.process_time() - started}
     return out
