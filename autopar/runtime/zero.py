@@ -23,7 +23,7 @@ every backward reduces.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class Whole:
         self.value: torch.Tensor | None = None
         self.key: tuple[int, int] = (0, 0)
         self.backwards = 0
-        self.unsynced = False
+        self.unsynced = self.due = False
         self.parameter: weakref.ref[torch.Tensor] | None = None
         self.steps = _steps(owner.mesh, lifetime)
 
@@ -95,6 +95,8 @@ class Whole:
         if self.parameter is None or self.parameter() is not parameter:
             self.parameter, self.value = weakref.ref(parameter), None
             FOLLOWED.add(self, parameter)
+            if self.lifetime.level == 1 and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_settle_if_due(weakref.ref(self)))
 
     def gathered(self, shard: torch.Tensor) -> torch.Tensor:
         key = (shard.data_ptr(), shard._version)
@@ -118,19 +120,16 @@ class Whole:
         self.backwards += 1
         self.unsynced = self.unsynced or not sync
         due = sync and (self.unsynced or not self.backwards % self.owner.accumulate)
-        if parameter.grad is None or held is not None:
-            if not due:
-                whole = gradient.to(parameter.dtype)
-                whole = put(whole) if self.lifetime.host else whole.clone() if whole is gradient else whole
-                return as_part(whole, parameter, self.partial(parameter))
-        if held is not None:
-            gradient = self.on_device(held.to_local()).add_(gradient)
-            parameter.grad = None
-        return self.shard_gradient(parameter, gradient)
+        if held is None and (due or parameter.grad is not None):
+            return self.shard_gradient(parameter, gradient)
+        self.due = due  # once it is added up: hooks on the parameter have seen each part by then, and each once
+        whole = gradient.to(parameter.dtype)
+        whole = put(whole) if self.lifetime.host else whole.clone() if whole is gradient else whole
+        return as_part(whole, parameter, self.partial(parameter))
 
     def settle(self, parameter: torch.Tensor) -> None:
-        """Reduce a part that is still there when the optimizer steps."""
-        held = self.held(parameter)
+        """Reduce the part that `.grad` holds, if it does."""
+        held, self.due = self.held(parameter), False
         if held is not None and isinstance(parameter, DTensor):
             parameter.grad = self.shard_gradient(parameter, self.on_device(held.to_local()))
 
@@ -161,6 +160,15 @@ class Whole:
         for axis, part, uncut in reversed(self.steps):
             gradient = transfer(gradient, self.owner.mesh.groups[axis], "P", f"S{part}", uncut)
         return gradient
+
+
+def _settle_if_due(ref: weakref.ref[Whole]) -> Callable[[torch.Tensor], None]:
+    def settle(parameter: torch.Tensor) -> None:
+        whole = ref()
+        if whole is not None and whole.due:
+            whole.settle(parameter)
+
+    return settle
 
 
 class _Gather(torch.autograd.Function):

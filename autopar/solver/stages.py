@@ -52,6 +52,8 @@ class Cell:
     activation_bytes: float
     weight_bytes: float = 0.0
     """Of one more version of the weights, in asynchronous pipelines."""
+    host_bytes: float = 0.0
+    """Of offloaded states, in host memory."""
 
 
 def pipeline_plan(
@@ -93,7 +95,7 @@ def pipeline_plan(
     mesh = with_pipeline(found.mesh, topology, ranks)
     stages, at = [], 0
     seconds = []
-    states, activations, versions = [], [], []
+    states, activations, versions, host = [], [], [], []
     stage_of: dict[str, int] = {}
     for s, size in enumerate(sizes):
         inside = cells[at : at + size]
@@ -101,6 +103,7 @@ def pipeline_plan(
         states.append(sum(c.state_bytes for c in inside))
         activations.append(sum(c.activation_bytes for c in inside) * min(1.0, held[s] / microbatches))
         versions.append(sum(c.weight_bytes for c in inside) * copies[s])
+        host.append(sum(c.host_bytes for c in inside))
         devices = [r for r in range(mesh.size) if mesh.coordinate(r)[-1] in schedule.ranks_of(s)]
         stages.append({"blocks": [c.name for c in inside], "devices": devices})
         stage_of |= {op: s for cell in inside for op in cell.ops}
@@ -112,7 +115,8 @@ def pipeline_plan(
     figures = predicted(plan, seconds, schedule, sends) | {
         "peak_memory_bytes": [sum(bytes_) for bytes_ in zip(states, activations, versions, strict=True)],
         "memory": {"parameters_gradients_optimizer": states, "activations": activations}
-        | ({"weight_versions": versions} if schedule.asynchronous else {}),
+        | ({"weight_versions": versions} if schedule.asynchronous else {})
+        | ({"host": host} if any(host) else {}),
     }
     axis = axis_entry(mesh.axes[-1], found.built)
     return _with_stages(plan, mesh, axis, stages, name, microbatches, virtual, figures, settings)
@@ -201,7 +205,7 @@ def cells_of(
     cells = []
     saved = _activation_bytes(found)
     for name, (_, nodes) in zip(names, groups, strict=True):
-        time_s = state = activation = copied = 0.0
+        time_s = state = activation = copied = host = 0.0
         for node in nodes:
             first = built.representative[node.name]
             price, index = built.op_prices[first], options[built.op_choice[first]]
@@ -215,8 +219,9 @@ def cells_of(
                         at = options[built.storage_choice[stored]]
                         copied += (weights or {}).get(value, 0.0)
                         state += float(built.storage_prices[stored].memory_bytes[at])
+                        host += float(built.storage_prices[stored].host_bytes[at])
                         time_s += float(built.storage_prices[stored].update_s[at])
-        cells.append(Cell(name, tuple(record(n).op for n in nodes), time_s, state, activation, copied))
+        cells.append(Cell(name, tuple(record(n).op for n in nodes), time_s, state, activation, copied, host))
     return cells
 
 

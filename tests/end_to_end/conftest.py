@@ -21,7 +21,7 @@ def on_two_ranks(request):
     asked = {mark.args[0] for item in request.session.items for mark in item.iter_markers("part")}
     parts = {name: PARTS[name] for name in PARTS if name in asked}
     preload = (*CAPTURE, "functorch.compile", "torch.distributed.fsdp")
-    ranks = run_ranks_local(f"{HERE}.together:run", 2, {"parts": parts}, 900, preload=preload)
+    ranks = run_ranks_local(f"{HERE}.together:run", 2, {"parts": parts}, 1200, preload=preload)
 
     def found(name):
         for rank in ranks:

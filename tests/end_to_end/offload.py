@@ -84,9 +84,14 @@ def _train(mesh, pin, backend, precision):
         "host bytes": host,
         "device bytes": device,
         "after step": sum(w.value is not None for w in m._wholes._held.values()),
-        "predicted": m.plan.predicted["memory"],
+        "predicted": {k: _mine(m, v) for k, v in m.plan.predicted["memory"].items()},
         "step": m.plan.predicted["breakdown_s"]["optimizer"],
     }
+
+
+def _mine(m, figure):
+    """What is predicted for this rank, whose stage in a pipeline has a figure of its own."""
+    return figure[m._mesh.line.index] if isinstance(figure, (list, tuple)) else figure
 
 
 def _local(tensor):

@@ -128,6 +128,8 @@ def _kept(m):
     """
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=kind) for kind in (False, True)]
     halves, norms = (slice(0, BATCH // 2), slice(BATCH // 2, BATCH)), []
+    matrices = {n: p for n, p in m.named_parameters() if p.dim() == 2}
+    hook = matrices[min(matrices)].register_hook(lambda grad: grad * 3)
     for step, optimizer in enumerate(optimizers * 2):
         for throw in (m, optimizer):
             for to_none in (False, True):
@@ -143,6 +145,7 @@ def _kept(m):
         optimizer.step()
         if step % 2:
             optimizer.zero_grad()
+    hook.remove()
     return norms
 
 

@@ -46,7 +46,7 @@ def check_saved(found):
 
 
 @pytest.mark.part("lowered")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_pairwise_on_two_ranks(on_two_ranks):
     for found in on_two_ranks("lowered"):
         check(found)

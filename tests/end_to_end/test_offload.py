@@ -36,24 +36,23 @@ def check_case(case, found):
         else:
             assert told["device bytes"] == 0
             assert told["fetches"] >= 2 * parameters
-        if "pp" not in pin:
-            assert told["puts"] == 2 * parameters, (case, told)
-            assert told["host bytes"] == pytest.approx(told["predicted"]["host"], rel=0.05)
-            if word == "optimizer" and pin.get("zero") not in (1, 2):
-                expected = told["predicted"]["parameters_gradients_optimizer"]
-                if precision == "bf16":  # of 10 bytes a parameter 2 are its cast copy, which lives within a call
-                    expected *= 8 / 10
-                assert told["device bytes"] + told["put bytes"] == pytest.approx(expected, rel=0.05), case
+        assert told["puts"] == 2 * parameters, (case, told)
+        assert told["host bytes"] == pytest.approx(told["predicted"]["host"], rel=0.05)
+        if word == "optimizer" and pin.get("zero") not in (1, 2):
+            expected = told["predicted"]["parameters_gradients_optimizer"]
+            if precision == "bf16":  # of 10 bytes a parameter 2 are its cast copy, which lives within a call
+                expected *= 8 / 10
+            assert told["device bytes"] + told["put bytes"] == pytest.approx(expected, rel=0.05), case
 
 
 @pytest.mark.part("offload")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_some_cases(on_two_ranks):
     check(SOME, on_two_ranks("offload"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_the_other_cases():
     preload = (*CAPTURE, "functorch.compile")
     check(REST, run_ranks_local("tests.end_to_end.offload:run_cases", 2, {"cases": REST}, 800, preload=preload))

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.part("optimizers"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.part("optimizers"), pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from tests.end_to_end.precision import CASES
 
 ROUGH = 1.5
 """Errors to the float64 result: ours over the peers'."""
-pytestmark = [pytest.mark.part("precision"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.part("precision"), pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
