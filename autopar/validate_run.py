@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autopar.cost.hardware import DTYPES, Link, Profile, load_profile, profile_names
-from autopar.cost.training_memory import fits
+from autopar.cost.training_memory import peak_memory
 from autopar.cost.training_run import Run
 from autopar.cost.transformer import Transformer, layers_of_stage
 from autopar.errors import MeshError
@@ -37,6 +37,7 @@ from autopar.validate_rows import Published
 
 T = TypeVar("T")
 
+_MEMORY_ERROR = 0.03  # half of the median error of predicted peaks
 _FLASH = re.compile(r"(?<!no )flash.?att", re.IGNORECASE)
 _VENDOR_ATTENTION = ("b200", "gb200")  # devices that PyTorch has no portable fused attention for
 _PORT_GB_PER_S = 12.5  # [spec] a port of 100 Gb/s: a device with less shares its port with others
@@ -158,10 +159,13 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
 
 
 def _first_that_fits(run: Run, name: str, values: Sequence[object], assumed: list[str]) -> Run:
-    """The run with the first, cheapest value that fits the memory, or with the last."""
+    """The run with the first, cheapest value that fits the memory, or with the last.
+
+    It did run: a peak that is off by less than `_MEMORY_ERROR` is no reason to think that it had to recompute.
+    """
     for value in values:
         run = replace(run, **{name: value})  # type: ignore[arg-type]
-        if fits(run):
+        if peak_memory(run).needed <= run.profile.memory_bytes * (1 + _MEMORY_ERROR):
             break
     _assume(assumed, name, value)
     return run

@@ -25,6 +25,10 @@ from autopar.mesh import Axis
 PORT_BYTES_PER_S = 12.5e9
 """[spec] a network port of 100 Gb/s: what a lone device reaches where a node shares fewer or slower ports."""
 
+BUCKET_PARAMETERS, RANK_PARAMETERS = 40e6, 1e6
+"""[spec] parameters of a bucket of gradients that are reduced once a step, and the least of them a rank: what
+Megatron-LM's documentation of its distributed data parallelism gives as defaults."""
+
 
 def in_line_s(run: Run, kind: str, size_bytes: float, axis: Axis, fitted: Fitted) -> float:
     """Seconds of a collective that compute waits for."""
@@ -85,7 +89,8 @@ class Sends:
 def data_s(run: Run, stage: int, forward_s: float, backward_s: float, fitted: Fitted) -> float:
     """What a step feels of the data axis' collectives of a stage.
 
-    forward_s, backward_s: seconds of the stage's compute for one micro-batch. Collectives are one a layer. ZeRO-3
+    forward_s, backward_s: seconds of the stage's compute for one micro-batch. Collectives are one a layer, or fewer,
+    so that none is small. ZeRO-3
     gathers and reduces in every micro-batch, ZeRO-2 as in FSDP reduces in every one; the first gather and the last
     reduction have nothing to hide behind. Else gradients are reduced, and weights gathered, once a step.
     """
@@ -96,6 +101,8 @@ def data_s(run: Run, stage: int, forward_s: float, backward_s: float, fitted: Fi
         axis = Axis("data", axis.size, None, ((axis.spans[-1][0], axis.size),), 1)
     weights = run.weights(stage)
     pieces = max(int(run.layers(stage)), 1)
+    if not run.sharded_trainer:
+        pieces = max(min(pieces, round(weights / max(BUCKET_PARAMETERS, RANK_PARAMETERS * axis.size))), 1)
 
     def wire(kind: str, size_bytes: float) -> float:
         return float(pieces * collective_s(kind, size_bytes / pieces, axis, run.profile))

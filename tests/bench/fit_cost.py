@@ -3,6 +3,7 @@
     python tests/bench/fit_cost.py                      errors by source with the constants in use
     python tests/bench/fit_cost.py --fit 6              six rounds of least squares from there, printed, never written
     python tests/bench/fit_cost.py --leave-one-out 3    the same once a source, without it; its errors are printed
+                                   --only SOURCE ...    these sources alone
 
 The loss is the sum over rows of |log(predicted / measured)|, smoothed near 0, a source of many rows counting by the
 square root of their number, rows of class C (several assumptions) by 0.4. Constants move in log; a weak pull keeps
@@ -216,6 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--leave-one-out", type=int, default=0, metavar="ROUNDS")
+    parser.add_argument("--only", nargs="+", metavar="SOURCE", help="leave only these sources out")
     parser.add_argument("--data", type=Path, default=DATA)
     args = parser.parse_args()
     of, constants = cases(args.data), Constants()
@@ -225,14 +227,15 @@ def main() -> None:
             print(f"{name:36s} {value:.4g}   (was {was:.4g})")
     print(table(of, constants.predict(x, of)))
     if args.leave_one_out:
-        held = np.empty(len(of))
-        for source in sorted({c.source for c in of}):
-            out = np.array([c.source == source for c in of])
-            rest = [c for c, o in zip(of, out, strict=True) if not o]
-            x = fit(rest, args.leave_one_out, constants.neutral(), show=False)
-            held[out] = constants.predict(x, [c for c, o in zip(of, out, strict=True) if o])
         print("\neach source predicted by constants fitted without it")
-        print(table(of, held))
+        judged, held = [], []
+        for source in args.only or sorted({c.source for c in of}):
+            rest, out = ([c for c in of if (c.source == source) is left] for left in (False, True))
+            x = fit(rest, args.leave_one_out, constants.neutral(), show=False)
+            judged += out
+            held += constants.predict(x, out).tolist()
+            print(f"fitted without {source}, {len(out)} rows", flush=True)
+        print(table(judged, np.array(held)))
 
 
 if __name__ == "__main__":
