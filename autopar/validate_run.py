@@ -152,20 +152,18 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
         moment_bytes=0 if "adafactor" in row.note else 8,
     )
     if row.recompute not in ("none", "selective", "full"):
-        run = _first_that_fits(run, "recompute", ("none", "selective", "full"), assumed)
+        # It did run: a peak that is over by less than our error is no reason to think that it had to recompute.
+        run = _first_that_fits(run, "recompute", ("none", "selective", "full"), assumed, _MEMORY_ERROR)
     if row.zero is None and dp > 1:
         run = _first_that_fits(run, "zero", framework.zero, assumed)
     return run, tuple(assumed)
 
 
-def _first_that_fits(run: Run, name: str, values: Sequence[object], assumed: list[str]) -> Run:
-    """The run with the first, cheapest value that fits the memory, or with the last.
-
-    It did run: a peak that is off by less than `_MEMORY_ERROR` is no reason to think that it had to recompute.
-    """
+def _first_that_fits(run: Run, name: str, values: Sequence[object], assumed: list[str], error: float = 0.0) -> Run:
+    """The run with the first, cheapest value that fits the memory, or with the last. error: allowed of its peak."""
     for value in values:
         run = replace(run, **{name: value})  # type: ignore[arg-type]
-        if peak_memory(run).needed <= run.profile.memory_bytes * (1 + _MEMORY_ERROR):
+        if peak_memory(run).needed <= run.profile.memory_bytes * (1 + error):
             break
     _assume(assumed, name, value)
     return run

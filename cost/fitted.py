@@ -32,20 +32,20 @@ class Fitted:
              step_s: fixed cost of a step: data, gradient norm, loss scale, host.
     """
 
-    eager_traffic: float = 2.17
-    fused_traffic: float = 1.33
+    eager_traffic: float = 2.26
+    fused_traffic: float = 1.6
     logit_traffic: float = 0.7
-    score_traffic: float = 0.926
+    score_traffic: float = 1.03
     host_kernel_s: float = 6e-06
-    flash_half_dim: float = 14.0
-    flash_backward: float = 0.736
-    odd_head_fraction: float = 0.0741
-    overlap_slowdown: float = 0.621
-    accumulate_fraction: float = 0.405
-    send_sync_s: float = 0.000167
-    collective_sync_s: float = 1.86e-05
-    straggler_fraction: float = 0.0121
-    step_s: float = 0.0115
+    flash_half_dim: float = 13.4
+    flash_backward: float = 0.729
+    odd_head_fraction: float = 0.0763
+    overlap_slowdown: float = 0.556
+    accumulate_fraction: float = 0.374
+    send_sync_s: float = 0.000165
+    collective_sync_s: float = 1.84e-05
+    straggler_fraction: float = 0.0106
+    step_s: float = 0.012
 
 
 FITTED = Fitted()

@@ -24,15 +24,15 @@ def published():
 
 # (median, 90th percentile) that each source reaches, with a margin of about a tenth; see tests/bench/validation.md.
 BOUNDS = {
-    "alpa_osdi22": (0.09, 0.36),
-    "bigscience_bloom_sweeps": (0.04, 0.17),
-    "korthikanti_2022": (0.07, 0.12),
-    "llm_foundry": (0.04, 0.10),
-    "megatron_sc21": (0.035, 0.17),
-    "nvidia_dgxc_benchmarking": (0.055, 0.10),
-    "torchtitan": (0.07, 0.09),
-    "zero_bubble_2023": (0.045, 0.08),
-    "all": (0.043, 0.135),
+    "alpa_osdi22": (0.06, 0.26),
+    "bigscience_bloom_sweeps": (0.031, 0.153),
+    "korthikanti_2022": (0.087, 0.135),
+    "llm_foundry": (0.031, 0.096),
+    "megatron_sc21": (0.045, 0.18),
+    "nvidia_dgxc_benchmarking": (0.038, 0.061),
+    "torchtitan": (0.068, 0.096),
+    "zero_bubble_2023": (0.03, 0.056),
+    "all": (0.034, 0.118),
 }
 
 
@@ -47,8 +47,8 @@ def test_time(published, source):
 def test_the_bar_of_complete_rows(published):
     errors = summary([p for p in published if p.row.weight_class in "AB"])["time"]["all"]
     assert errors["n"] >= 420
-    assert errors["median"] <= 0.045
-    assert errors["p90"] <= 0.15
+    assert errors["median"] <= 0.035
+    assert errors["p90"] <= 0.13
 
 
 def test_ranks(published):
@@ -56,8 +56,8 @@ def test_ranks(published):
     assert data["time"]["all"]["spearman"] >= 0.99
     assert data["groups"]["n"] >= 45
     assert data["groups"]["median_spearman"] >= 0.95
-    assert data["groups"]["mean_spearman"] >= 0.68
-    assert data["groups"]["pairs"]["right"] >= 0.82 * data["groups"]["pairs"]["n"]
+    assert data["groups"]["mean_spearman"] >= 0.7
+    assert data["groups"]["pairs"]["right"] >= 0.84 * data["groups"]["pairs"]["n"]
 
 
 def test_groups_are_listed_and_pooled():
@@ -77,8 +77,8 @@ def test_groups_are_listed_and_pooled():
 
 def test_memory_and_outcomes(published):
     data = summary(published)
-    assert data["memory"]["all"]["median"] <= 0.08
-    assert data["memory"]["all"]["p90"] <= 0.17
+    assert data["memory"]["all"]["median"] <= 0.07
+    assert data["memory"]["all"]["p90"] <= 0.15
     assert data["outcome"]["right"] >= 0.97 * data["outcome"]["n"]
 
 
