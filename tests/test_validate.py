@@ -25,13 +25,13 @@ def published():
 # (median, 90th percentile) that each source reaches, with a margin of about a tenth; see tests/bench/validation.md.
 BOUNDS = {
     "alpa_osdi22": (0.06, 0.26),
-    "bigscience_bloom_sweeps": (0.031, 0.153),
-    "korthikanti_2022": (0.087, 0.135),
-    "llm_foundry": (0.031, 0.096),
-    "megatron_sc21": (0.045, 0.18),
+    "bigscience_bloom_sweeps": (0.033, 0.163),
+    "korthikanti_2022": (0.073, 0.118),
+    "llm_foundry": (0.032, 0.085),
+    "megatron_sc21": (0.034, 0.17),
     "nvidia_dgxc_benchmarking": (0.038, 0.061),
     "torchtitan": (0.068, 0.096),
-    "zero_bubble_2023": (0.03, 0.056),
+    "zero_bubble_2023": (0.031, 0.066),
     "all": (0.034, 0.118),
 }
 
@@ -56,7 +56,7 @@ def test_ranks(published):
     assert data["time"]["all"]["spearman"] >= 0.99
     assert data["groups"]["n"] >= 45
     assert data["groups"]["median_spearman"] >= 0.95
-    assert data["groups"]["mean_spearman"] >= 0.7
+    assert data["groups"]["mean_spearman"] >= 0.72
     assert data["groups"]["pairs"]["right"] >= 0.84 * data["groups"]["pairs"]["n"]
 
 
