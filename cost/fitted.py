@@ -32,20 +32,20 @@ class Fitted:
              step_s: fixed cost of a step: data, gradient norm, loss scale, host.
     """
 
-    eager_traffic: float = 2.26
-    fused_traffic: float = 1.6
+    eager_traffic: float = 2.3
+    fused_traffic: float = 1.4
     logit_traffic: float = 0.7
-    score_traffic: float = 1.03
+    score_traffic: float = 1.09
     host_kernel_s: float = 6e-06
-    flash_half_dim: float = 13.4
-    flash_backward: float = 0.729
-    odd_head_fraction: float = 0.0763
-    overlap_slowdown: float = 0.556
-    accumulate_fraction: float = 0.374
-    send_sync_s: float = 0.000165
-    collective_sync_s: float = 1.84e-05
-    straggler_fraction: float = 0.0106
-    step_s: float = 0.012
+    flash_half_dim: float = 12.9
+    flash_backward: float = 0.727
+    odd_head_fraction: float = 0.0749
+    overlap_slowdown: float = 0.528
+    accumulate_fraction: float = 0.358
+    send_sync_s: float = 0.000164
+    collective_sync_s: float = 1.82e-05
+    straggler_fraction: float = 0.00995
+    step_s: float = 0.0126
 
 
 FITTED = Fitted()

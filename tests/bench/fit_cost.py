@@ -42,7 +42,7 @@ _PROFILE = (
 
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "eager_traffic": (1.0, 6.0),
-    "fused_traffic": (1.0, 3.0),
+    "fused_traffic": (1.0, 1.4),
     "logit_traffic": (0.7, 3.0),
     "score_traffic": (0.7, 3.0),
     "accumulate_fraction": (0.05, 1.5),
