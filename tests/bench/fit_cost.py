@@ -71,7 +71,7 @@ _NEUTRAL: Mapping[str, float] = {
     "h100 matmul_plateau": 0.76,
     "a100 attention_fraction": 0.6,
     "h100 attention_fraction": 0.35,
-    "h100 native_attention_fraction": 0.8,  # FlashAttention-3 (arXiv 2407.08608): about 600 TFLOP/s, causal, heads of 128
+    "h100 native_attention_fraction": 0.8,  # FlashAttention-3, arXiv 2407.08608: 600 TFLOP/s, causal, heads of 128
 }
 """Where a fit without a source starts: guesses from data sheets and published kernels, of before the first fit."""
 
