@@ -107,7 +107,8 @@ def parallelize(
             `microbatches`, `virtual_stages`, `stages` (how many blocks each has, or their names), `offload`
             ("optimizer": master shards and optimizer states in host memory, "parameters": nothing stays on the
             device; `m.parameters()` are host tensors then, and an optimizer updates them there), and parameter
-            patterns with layouts, e.g. `{"*.up_proj.weight": {"tp": "S(0)"}}`.
+            patterns with layouts, e.g. `{"*.up_proj.weight": {"tp": "S(0)"}}`. The schedules "async-1f1b" and "2bw"
+            apply stale gradients and give the loss some calls late: see `autopar.runtime.pipeline_asynchronous`.
         memory: bytes usable per device (`"70GiB"` or an int); default: the device's, less a reserve.
         optimizer: what the memory model must hold: "adamw", "sgd", "none", or bytes a parameter.
         precision: "fp32", "bf16", "fp16" (compute in it, fp32 master weights and reduction) or a
