@@ -3,7 +3,7 @@
 The way in: `api.py` (the public functions), `pipeline.py` (the stages in order), then a folder a stage.
 """
 
-from autopar import models
+from autopar import collector, models
 from autopar.api import parallelize, plan, with_loss
 from autopar.compare import Report
 from autopar.errors import (
@@ -21,6 +21,8 @@ from autopar.plan import Plan
 from autopar.rules.register import register_rule
 from autopar.runtime.module import ParallelModule
 from autopar.verify import verify
+
+collector.resume()
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,11 @@ All ranks measure at once, as they compute at once in training. What is fitted t
     peak, plateau                          the fastest matmul of each dtype; half_output and half_depth: small ones
     memory bandwidth                       adding buffers that no cache holds
     kernel launch                          adding tiny buffers
+    attention, pointwise, loss, update     forward and backward of attention, of a norm with an activation and a sum, of
+                                           a cross entropy; a step of AdamW: over what their work or bytes would take
     latency, bandwidth of the first link   gloo's collectives from 1 KiB to 16 MiB, as `cost/collective` prices them
+
+Where there are fewer cores than ranks, the profile has the figures of a rank with a core of its own, and the cores.
 
 Devices beyond this machine are not measured: the second link repeats the first, with a network's latency.
 """
@@ -48,7 +52,7 @@ def measure(ranks: int, timeout_s: float = 600.0, tell: Callable[[str], None] = 
     from autopar.runtime.launch import run_ranks_local
 
     found = run_ranks_local("autopar.calibrate:measure_rank", ranks, {}, timeout_s, on_event=tell)
-    slowest: Measured = _slowest(found)
+    slowest: Measured = {**_slowest(found), "cores": len(os.sched_getaffinity(0))}
     return slowest
 
 
@@ -85,7 +89,67 @@ def measure_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
     for kind in COLLECTIVES if distributed.get_world_size() > 1 else ():
         tell(f"collective {kind}")
         collective[kind] = {str(size): _collective_seconds(kind, size) for size in SIZES}
-    return {"matmul": matmul, "stream_s": stream_s, "launch_s": launch_s, "collective": collective}
+    tell("ops of a model")
+    return {
+        "matmul": matmul,
+        "stream_s": stream_s,
+        "launch_s": launch_s,
+        "collective": collective,
+        **{f"{name}_s": _seconds(call, 0.4) for name, call in _model_ops().items()},
+    }
+
+
+TOKENS, WIDTH, HEADS, WORDS = 512, 512, 8, 4096
+"""Sizes of the ops that `_model_ops` measures; attention is over sequences of 128."""
+
+
+def _model_ops() -> dict[str, Callable[[], Any]]:
+    """Forward and backward of what stands between matmuls, and a step of AdamW."""
+    import torch
+    from torch.nn import functional as F
+
+    x, y, logits = (torch.randn(TOKENS, n).requires_grad_() for n in (WIDTH, WIDTH, WORDS))
+    q, k, v = (torch.randn(TOKENS // 128, HEADS, 128, WIDTH // HEADS).requires_grad_() for _ in range(3))
+    weight, targets = torch.ones(WIDTH, requires_grad=True), torch.zeros(TOKENS, dtype=torch.int64)
+    parameters = [torch.randn(WIDTH, WIDTH).requires_grad_() for _ in range(8)]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+    ones, heads = torch.ones(TOKENS, WIDTH), torch.ones_like(q)
+
+    def pointwise() -> None:
+        (F.gelu(F.layer_norm(x, (WIDTH,), weight, weight), approximate="tanh") + y).backward(ones)
+
+    return {
+        "attention": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(heads),
+        "pointwise": pointwise,
+        "loss": lambda: F.cross_entropy(logits, targets).backward(),
+        "update": optimizer.step,
+    }
+
+
+def _model_shares(measured: Measured, rate: float, bandwidth: float) -> dict[str, float]:
+    """How much faster or slower these ops are than by work and bytes; of files without them, as a CPU is known to be.
+
+    rate: flop/s of large matmuls. bandwidth: bytes/s.
+    """
+    if "attention_s" not in measured:
+        return {"attention_fraction": 0.5, "pointwise_traffic": 1.0, "loss_traffic": 1.0, "update_traffic": 1.0}
+    from autopar.cost.fitted import ON_CPU
+    from autopar.cost.memory import parameter_bytes
+    from autopar.cost.op_time import loss_bytes
+
+    flop = 4 * TOKENS * WIDTH * 128 * 129 / 256 * (1 + 2.5 / ON_CPU.fitted.flash_backward)
+    tensor = 4.0 * TOKENS * WIDTH
+    moves = 2 + 3 + 2 + 3 + 3  # norm and activation, each way, and the sum's forward; a sum passes its gradient on
+    held = parameter_bytes("adamw", 4)
+    ideal = {
+        "pointwise": moves * tensor,
+        "loss": sum(loss_bytes(TOKENS * WORDS, 4, ON_CPU.fitted)),
+        "update": 8 * WIDTH * WIDTH * (2 * (held.weights + held.optimizer) + held.gradients),
+    }
+    shares = {f"{name}_traffic": float(measured[f"{name}_s"] * bandwidth / size) for name, size in ideal.items()}
+    return {"attention_fraction": min(1.0, flop / rate / float(measured["attention_s"])), **shares}
 
 
 def _seconds(call: Callable[[], Any], budget_s: float = 0.15) -> float:
@@ -139,11 +203,15 @@ def profile_data(measured: Measured, ranks: int, name: str = "this-machine") -> 
     def entry(value: float, of: str, tag: str = "measured") -> dict[str, Any]:
         return {"value": value, "source": f"[{tag}] {of}{f', {where}' if tag == 'measured' else ''}"}
 
+    cores = measured.get("cores", ranks)
+    alone = min(1.0, cores / ranks)  # a rank with a core of its own takes so much of the time
+    measured = _scaled(measured, alone)
     rates = {d: max(2 * int(n) ** 3 / s for n, s in times.items()) for d, times in measured["matmul"].items()}
     output, depth = _half_sizes(measured["matmul"]["fp32"], rates["fp32"], measured["launch_s"])
     bandwidth = 3 * STREAM_BYTES / measured["stream_s"]
     latency_s, wire = _link(measured["collective"], ranks)
     memory = _memory_bytes() // ranks
+    shares = _model_shares(measured, 0.95 * rates["fp32"], bandwidth)
     link = {
         "name": "gloo-loopback",
         "bandwidth_bytes_per_s": entry(wire, "fitted to gloo collectives from 1 KiB to 16 MiB"),
@@ -178,13 +246,24 @@ def profile_data(measured: Measured, ranks: int, name: str = "this-machine") -> 
         "matmul_half_depth": entry(depth, "fitted to matmuls of 32 to 256"),
         "narrow_half_dim": entry(depth, "as matmuls", "derived"),
         "multiprocessors": entry(0, "a core works through a product without waves of tiles", "derived"),
-        "attention_fraction": entry(0.5, "as small matmuls", "derived"),
-        "native_attention_fraction": entry(0.5, "as small matmuls", "derived"),
+        "attention_fraction": entry(shares["attention_fraction"], "attention, 128 tokens, heads of 64, with backward"),
+        "native_attention_fraction": entry(shares["attention_fraction"], "as the portable one", "derived"),
+        "cores": entry(cores, "that the process may use", "spec"),
+        "pointwise_traffic": entry(shares["pointwise_traffic"], "norm, activation and sum, with backward"),
+        "loss_traffic": entry(shares["loss_traffic"], "cross entropy of 4096 words, with backward"),
+        "update_traffic": entry(shares["update_traffic"], "AdamW on eight matrices of 512"),
         "misaligned_fraction": entry(1.0, "no such effect", "derived"),
         "alignment_bytes": entry(4, "no such effect", "derived"),
         "host_link_bytes_per_s": entry(bandwidth / 2, "a copy reads and writes: half of that", "derived"),
         "host_memory_bytes_per_s": entry(bandwidth, "the memory bandwidth: host and device are one", "derived"),
     }
+
+
+def _scaled(measured: Any, factor: float) -> Any:
+    """All seconds of measurements times a factor; `cores` is none."""
+    if isinstance(measured, Mapping):
+        return {key: value if key == "cores" else _scaled(value, factor) for key, value in measured.items()}
+    return measured * factor
 
 
 def _half_sizes(times: Mapping[str, float], rate: float, launch_s: float) -> tuple[float, float]:
@@ -240,7 +319,7 @@ def table(measured: Measured, data: Mapping[str, Any], ranks: int) -> Renderable
     from autopar.cost.compute import matmul_s
     from autopar.mesh import Axis
 
-    profile = parse_profile(dict(data), "the measured profile")
+    profile = parse_profile(dict(data), "the measured profile").shared_by(ranks)
     products = Table(title="matmuls", box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("dtype", "size", "measured", "profile", "rate"):
         products.add_column(name, justify="left" if name == "dtype" else "right")

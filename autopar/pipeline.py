@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule
 
 from autopar.capture import capture
 from autopar.compiled import Compiled
-from autopar.cost.hardware import Profile
+from autopar.cost.hardware import Profile, load_profile
 from autopar.dump import Dump
 from autopar.layout import I, Layout, Parts
 from autopar.mesh import LogicalMesh, Mesh, factor_axes, inside_stage
@@ -43,6 +43,7 @@ from autopar.solver.search import Found, on_axes, search
 from autopar.solver.settings import Settings
 from autopar.solver.sinks import sink_values
 from autopar.solver.stages import pipeline_plan
+from autopar.solver.step import with_idle_cores
 
 UNLIMITED_BYTES = 2**60
 
@@ -137,7 +138,9 @@ def choose(
     plan = make_plan(prepared.analysis, found, inner, prepared.sinks, prepared.capture_s, time.perf_counter() - started)
     if not settings.pins.staged:
         return plan
-    return pipeline_plan(plan, prepared.analysis, found, settings, topology, prepared.sinks)
+    staged = pipeline_plan(plan, prepared.analysis, found, settings, topology, prepared.sinks)
+    crowding = load_profile(topology.device).crowding(topology.levels[0])
+    return replace(staged, predicted=with_idle_cores(staged.predicted, crowding)) if crowding > 1 else staged
 
 
 def carry_out(prepared: Prepared, plan: Plan, profile: Profile, settings: Settings) -> tuple[Found, Decisions]:

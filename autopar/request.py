@@ -67,7 +67,7 @@ def make_request(
         raise PlanError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     topology, pinned = topology_of(mesh)
     pins = parse_pins({**pinned, **(pin or {})})
-    profile = load_profile(topology.device)
+    profile = load_profile(topology.device).shared_by(topology.levels[0])
     check_data_axis(pins, topology)
     if pins.given.get("offload", "none") != "none":
         check_host(profile)

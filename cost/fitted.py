@@ -7,7 +7,7 @@ All were fitted together by `tests/bench/fit_cost.py` to published training step
 to a row, a source or a model. What differs between devices (plateaus, attention, latencies) stands in their profiles.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.hardware import Profile
 
@@ -30,6 +30,8 @@ class Fitted:
              besides the wire, mostly the wait for the last rank.
              straggler_fraction: slowdown for each doubling of the nodes: the slowest of many sets the pace.
              step_s: fixed cost of a step: data, gradient norm, loss scale, host.
+             update_traffic: bytes that the optimizer moves over those it must. norm_traffic: whether the loop takes the
+             gradients' norm, scales and clears them.
     """
 
     eager_traffic: float = 2.3
@@ -46,6 +48,8 @@ class Fitted:
     collective_sync_s: float = 1.82e-05
     straggler_fraction: float = 0.00995
     step_s: float = 0.0126
+    update_traffic: float = 1.0
+    norm_traffic: float = 1.0
 
 
 FITTED = Fitted()
@@ -56,7 +60,7 @@ class Software:
     """How ops are run.
 
     Fields:  fused: ops between products share kernels; else each runs by itself. counted: with `fused` False, whether
-             each op's own bytes are counted, instead of a multiple of those of ideal fusion.
+             each op's own bytes are counted; else `eager_traffic` is over those of ideal fusion.
              native_attention: fused attention is the device vendor's, not a portable one.
              overlap: gradients are reduced, and parameters gathered, beside compute.
     """
@@ -70,7 +74,7 @@ class Software:
     @property
     def traffic(self) -> float:
         """Bytes moved between products, over those that `cost/traffic.py` counts."""
-        return self.fitted.fused_traffic if self.fused else 1.0 if self.counted else self.fitted.eager_traffic
+        return self.fitted.fused_traffic if self.fused else self.fitted.eager_traffic
 
 
 NATIVE = Software()
@@ -81,8 +85,9 @@ It is what is assumed of published runs of compiled FSDP, too.
 
 ON_CPU = Software(
     Fitted(
-        logit_traffic=1.0, host_kernel_s=0.0, flash_half_dim=0.0, overlap_slowdown=1.0, send_sync_s=0.0,
-        collective_sync_s=0.0, straggler_fraction=0.0, step_s=0.0,
+        eager_traffic=1.0, logit_traffic=1.0, host_kernel_s=0.0, flash_half_dim=0.0, odd_head_fraction=1.0,
+        overlap_slowdown=1.0, send_sync_s=0.0, collective_sync_s=0.0, straggler_fraction=0.0, step_s=0.0,
+        norm_traffic=0.0,
     ),
     fused=False,
     counted=True,
@@ -95,4 +100,12 @@ ON_CPU = Software(
 
 def software_of(profile: Profile) -> Software:
     """What runs a plan on devices of a profile."""
-    return NATIVE if profile.multiprocessors else ON_CPU
+    if profile.multiprocessors:
+        return NATIVE
+    measured = replace(
+        ON_CPU.fitted,
+        eager_traffic=profile.pointwise_traffic,
+        logit_traffic=profile.loss_traffic,
+        update_traffic=profile.update_traffic,
+    )
+    return replace(ON_CPU, fitted=measured)

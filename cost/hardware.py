@@ -77,6 +77,9 @@ class Profile:
              misaligned_fraction: what is left of the speed when a row is not a multiple of `alignment_bytes`.
              host_link_bytes_per_s: between a device and its host's memory, one direction. host_memory_bytes_per_s: a
              device's share of what the host's processors read and write. 0 where a file does not say.
+             cores: what the devices of a node are run by, when they are processes of one machine, each at the speed of
+             a core of its own; 0: devices share nothing. pointwise_traffic, loss_traffic, update_traffic: seconds of
+             ops between products, of the loss, and of the optimizer, over those of the bytes they must move.
     """
 
     name: str
@@ -98,6 +101,10 @@ class Profile:
     alignment_bytes: int
     host_link_bytes_per_s: float = 0.0
     host_memory_bytes_per_s: float = 0.0
+    cores: int = 0
+    pointwise_traffic: float = 1.0
+    loss_traffic: float = 1.0
+    update_traffic: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.links:
@@ -114,6 +121,31 @@ class Profile:
     def link(self, level: int) -> Link:
         """The link of a level, counted from the fastest one (0: devices inside a node)."""
         return self.links[min(level, len(self.links) - 1)]
+
+    def crowding(self, ranks: int) -> float:
+        """How many times slower each of so many devices of a node is than one with a core of its own."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
+
+    def shared_by(self, ranks: int) -> Profile:
+        """The profile of a device where so many of a node are at work."""
+        slow = self.crowding(ranks)
+        if slow == 1.0:
+            return self
+        return replace(
+            self,
+            peak_flop_per_s={dtype: peak / slow for dtype, peak in self.peak_flop_per_s.items()},
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s / slow,
+            kernel_launch_s=self.kernel_launch_s * slow,
+            links=tuple(
+                replace(
+                    link,
+                    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / slow,
+                    latency_s=link.latency_s * slow,
+                    bulk_latency_s=link.bulk_latency_s * slow,
+                )
+                for link in self.links
+            ),
+        )
 
     def peak(self, dtype: object) -> float:
         """Dense peak, flop/s, of one of `DTYPES`, a torch dtype or its name.
@@ -175,6 +207,10 @@ _FIGURES: dict[str, tuple[type, float | None]] = {
 }
 _HOST_FIGURES: dict[str, tuple[type, float | None]] = {
     "host_link_bytes_per_s": (float, None),
+    "cores": (int, None),
+    "pointwise_traffic": (float, None),
+    "loss_traffic": (float, None),
+    "update_traffic": (float, None),
     "host_memory_bytes_per_s": (float, None),
 }
 """A file may leave these out."""
@@ -186,7 +222,7 @@ _LINK_FIGURES: dict[str, tuple[type, float | None]] = {
     "reduce_bytes_per_s": (float, None),
     "peers": (int, None),
 }
-_OPTIONAL = {"peers"}  # left out, it has the default of its class
+_OPTIONAL = {"peers", "cores", "pointwise_traffic", "loss_traffic", "update_traffic"}  # left out: the class's default
 _MAY_BE_ZERO = {"reserve_bytes", "kernel_launch_s", "latency_s", "bulk_latency_s", "reduce_bytes_per_s", "peers"} | {
     "matmul_half_output",
     "matmul_half_depth",

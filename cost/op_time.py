@@ -67,18 +67,18 @@ def embedding_bytes(looked_up: Any, table: Any) -> tuple[Any, Any]:
     return 3 * looked_up, 3 * looked_up + 2 * table
 
 
-def update_s(elements: Any, held: ParameterBytes, profile: Profile) -> Any:
+def update_s(elements: Any, held: ParameterBytes, profile: Profile, fitted: Fitted = FITTED) -> Any:
     """Seconds of the optimizer: gradient, weight and states read, the latter two written, the copy for compute made.
 
     elements: on this device.
     """
     traffic = 2 * (held.weights + held.optimizer) + held.compute_copy + held.gradients
-    return memory_bound_s(elements * traffic, profile)
+    return memory_bound_s(elements * traffic * fitted.update_traffic, profile)
 
 
-def norm_s(elements: Any, held: ParameterBytes, profile: Profile) -> Any:
+def norm_s(elements: Any, held: ParameterBytes, profile: Profile, fitted: Fitted = FITTED) -> Any:
     """Seconds of what a training loop does with gradients beside the update: their norm, their scale, clearing them."""
-    return memory_bound_s(elements * 3 * held.gradients, profile)
+    return memory_bound_s(elements * 3 * held.gradients * fitted.norm_traffic, profile)
 
 
 def felt_s(compute_s: Any, wire_s: Any, fitted: Fitted = FITTED) -> Any:

@@ -261,6 +261,7 @@ def price_storage(
     offload: str = "none",
     gathered_once: bool = False,
     whole_call: bool = False,
+    software: Software = NATIVE,
 ) -> StoragePrice:
     """Bytes of weights, gradient and optimizer states, and the seconds of the optimizer step, for each layout.
 
@@ -277,9 +278,10 @@ def price_storage(
         fetched_s = elements * sent * (held.compute_copy or width) / profile.host_link_bytes_per_s
         return StoragePrice(fetched_s, stays, elements * width, none)
     held = parameter_bytes(optimizer, width, precision)
-    clear_s = np.asarray(norm_s(elements, held, profile))
+    clear_s = np.asarray(norm_s(elements, held, profile, software.fitted))
     if offload != "none":
         price = offload_price(held, offload, gathered_once, whole_call, profile)
         update = elements * price.update_s + 2 * profile.kernel_launch_s  # a copy there and one back
         return StoragePrice(update, elements * price.device_bytes, elements * price.host_bytes, clear_s)
-    return StoragePrice(np.asarray(update_s(elements, held, profile)), elements * held.total, none, clear_s)
+    updated_s = np.asarray(update_s(elements, held, profile, software.fitted))
+    return StoragePrice(updated_s, elements * held.total, none, clear_s)

@@ -238,6 +238,7 @@ class _Builder:
             self.settings.pins.given.get("offload", "none"),
             self.settings.pins.zero in (1, 2),
             self.settings.pins.staged,
+            self.software,
         )
         count = self.counts[node]
         self.storage_choice[node] = self.add_choice(

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.solver.build import Built
 
@@ -64,6 +65,20 @@ def step_of(built: Built, options: Sequence[int], objective_s: float) -> Step:
     nodes = math.prod(built.mesh.topology.shape[:-1])
     late = 1 + fitted.straggler_fraction * math.log2(nodes)
     return Step(max(compute_s, host_s) * late, exposed_s * late, data_s, update_s + norm_s + fitted.step_s)
+
+
+def with_idle_cores(predicted: Mapping[str, Any], crowding: float) -> dict[str, Any]:
+    """The figures of a pipeline whose ranks share cores: while some wait, the others are faster.
+
+    crowding: as in `Profile`, at which the figures were made, with all ranks at work. A step takes the time of all work
+    on all cores, or that of the longest wait when each rank has a core of its own.
+    """
+    parts = predicted["breakdown_s"]
+    busy_s = predicted["step_time_s"] - parts["bubble"]
+    step_s = max(busy_s, predicted["step_time_s"] / crowding)
+    faster = predicted["step_time_s"] / step_s if step_s else 1.0
+    rates = {name: predicted[name] * faster for name in ("tokens_per_s", "tflops_per_device", "mfu")}
+    return {**predicted, **rates, "step_time_s": step_s, "breakdown_s": {**parts, "bubble": step_s - busy_s}}
 
 
 def _share(built: Built) -> float:

@@ -48,6 +48,6 @@ def test_what_is_felt_beside_compute():
 
 def test_software():
     assert software_of(H100) is NATIVE
-    assert software_of(load_profile("cpu")) is ON_CPU
+    assert software_of(load_profile("cpu")) == ON_CPU
     assert NATIVE.traffic < 2 < ON_CPU.fitted.eager_traffic
     assert ON_CPU.traffic == 1.0
