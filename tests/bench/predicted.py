@@ -1,11 +1,10 @@
 """Plans of one model on this machine: predicted with the profile of `autopar calibrate` against measured steps.
 
-usage: python -m tests.bench.predicted [--profile machine.json] [--rounds 15] [--hold FILE] [--json out.json]
+usage: python -m tests.bench.predicted [--profile machine.json] [--rounds 15] [--seconds 600] [--json out.json]
 
 A GPT of 4 million parameters trains under each of `PLANS`, on 1, 2 and 4 gloo processes of one thread. All of them are
 set up first and wait; then rounds run every plan once, so that what else the machine does hits all. Seconds are medians
-of a whole step: forward, backward, AdamW. Without --profile the machine is calibrated. --hold: the rounds begin when
-this file is there, so that they can be given a quiet machine.
+of a whole step: forward, backward, AdamW. Without --profile the machine is calibrated. No round begins after --seconds.
 
 Prints a table, Spearman's rank correlation, and what the plan that is predicted to be best takes over the best one.
 """
@@ -13,6 +12,7 @@ Prints a table, Spearman's rank correlation, and what the plan that is predicted
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import threading
@@ -32,7 +32,6 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"dp": 2, "zero": 3},
         {"dp": 2, "zero": 3, "recompute": "full"},
         {"tp": 2, "sp": False},
-        {"tp": 2, "sp": False, "recompute": "full"},
         {"pp": 2, "schedule": "gpipe", "microbatches": 4},
         {"pp": 2, "schedule": "1f1b", "microbatches": 2},
         {"pp": 2, "schedule": "1f1b", "microbatches": 8},
@@ -44,7 +43,6 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"dp": 4, "zero": 3},
         {"tp": 4, "sp": False},
         {"dp": 2, "tp": 2, "zero": 0, "sp": False},
-        {"pp": 4, "schedule": "gpipe", "microbatches": 8},
         {"pp": 4, "schedule": "1f1b", "microbatches": 8},
         {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 4, "zero": 0},
         {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 4, "sp": False},
@@ -86,8 +84,8 @@ def predict(profile: str) -> dict[tuple[int, int], float]:
     return found
 
 
-def run(payload: dict[str, Any]) -> list[list[float]]:
-    """Seconds of each plan of a rank's world, by round."""
+def run(payload: dict[str, Any]) -> None:
+    """Run each plan of a rank's world once a round, and write the seconds."""
     import torch
     from torch import distributed
 
@@ -102,64 +100,75 @@ def run(payload: dict[str, Any]) -> list[list[float]]:
         m = autopar.parallelize(whole, autopar.Mesh(ranks, device="cpu"), pin=pinned(plan))
         optimizer = torch.optim.AdamW(m.parameters(), lr=1e-4)
         steps.append((m, optimizer, ids, labels))
-    found: list[list[float]] = [[] for _ in steps]
-    for number in range(-1, payload["rounds"]):  # one to warm up
-        _turn(folder / f"go-{ranks}-{number}", distributed)
-        for i, (m, optimizer, ids, labels) in enumerate(steps):
+    for number in itertools.count():
+        if not _turn(folder, ranks, number, distributed):
+            return
+        found = []
+        for m, optimizer, ids, labels in steps:
             distributed.barrier()
             begun = time.perf_counter()
             m(ids, labels).backward()
             optimizer.step()
             optimizer.zero_grad()
             distributed.barrier()
-            if number >= 0:
-                found[i].append(time.perf_counter() - begun)
+            found.append(time.perf_counter() - begun)
         if distributed.get_rank() == 0:
-            (folder / f"done-{ranks}-{number}").touch()
-    return found
+            written = folder / f"times-{ranks}-{number}"
+            written.write_text(json.dumps(found))
+            written.rename(folder / f"done-{ranks}-{number}")
 
 
-def _turn(path: Path, distributed: Any) -> None:
-    """Wait without work until it is this world's turn."""
+def _turn(folder: Path, ranks: int, number: int, distributed: Any) -> bool:
+    """Wait without work until it is this world's turn; False at the end of all rounds."""
+    import torch
+
+    more = torch.ones(1)
     if distributed.get_rank() == 0:
-        while not path.exists():
+        while not (folder / f"go-{ranks}-{number}").exists():
+            if (folder / "stop").exists():
+                more.zero_()
+                break
             time.sleep(0.005)
-    distributed.barrier()
+    distributed.broadcast(more, 0)
+    return bool(more)
 
 
-def measure(folder: Path, rounds: int, hold: str | None) -> dict[tuple[int, int], float]:
-    """Median seconds by (ranks, position in `PLANS`)."""
+def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[int, int], float]:
+    """Median seconds by (ranks, position in `PLANS`), of as many rounds as begin in so many seconds from the start."""
     from autopar.runtime.launch import CAPTURE, run_ranks_local
 
-    results: dict[int, Any] = {}
+    failed: list[Exception] = []
+    end = time.monotonic() + seconds
 
     def world(ranks: int) -> None:
-        payload = {"folder": str(folder), "rounds": rounds}
         try:
-            results[ranks] = run_ranks_local("tests.bench.predicted:run", ranks, payload, 3000.0, preload=CAPTURE)
+            run_ranks_local("tests.bench.predicted:run", ranks, {"folder": str(folder)}, 3000.0, preload=CAPTURE)
         except Exception as error:
-            results[ranks] = error
+            failed.append(error)
 
     threads = [threading.Thread(target=world, args=(ranks,), daemon=True) for ranks in PLANS]
     for thread in threads:
         thread.start()
-    for number in range(-1, rounds):
-        if number == 0 and hold:
-            print("ready", flush=True)
-            while not Path(hold).exists():
-                time.sleep(0.2)
+    times: dict[int, list[list[float]]] = {ranks: [] for ranks in PLANS}
+    for number in range(rounds + 1):
+        if number > 1 and time.monotonic() > end:
+            break
         for ranks in PLANS:
             (folder / f"go-{ranks}-{number}").touch()
-            while not (folder / f"done-{ranks}-{number}").exists():
-                failed = [r for r in results.values() if isinstance(r, Exception)]
+            done = folder / f"done-{ranks}-{number}"
+            while not done.exists():
                 if failed:
                     raise failed[0]
                 time.sleep(0.005)
+            if number:  # the first call makes the graphs
+                times[ranks].append(json.loads(done.read_text()))
+    (folder / "stop").touch()
     for thread in threads:
         thread.join()
-    slowest = {ranks: np.max(np.array(found), axis=0) for ranks, found in results.items()}
     return {
-        (ranks, i): statistics.median(slowest[ranks][i]) for ranks, plans in PLANS.items() for i in range(len(plans))
+        (ranks, i): statistics.median(found[i] for found in times[ranks])
+        for ranks, plans in PLANS.items()
+        for i in range(len(plans))
     }
 
 
@@ -194,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--hold")
+    parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--json")
     parser.add_argument("--measured", help="a file that --json wrote: predict these again, measure nothing")
     options = parser.parse_args()
@@ -202,16 +211,16 @@ def main() -> None:
         folder = Path(name)
         if options.measured:
             data = json.loads(Path(options.measured).read_text())
-            measured = {(r, i): s for r, i, s, _ in data}
+            measured = {(ranks, i): seconds for ranks, i, seconds in data}
         else:
-            measured = measure(folder, options.rounds, options.hold)
+            measured = measure(folder, options.rounds, options.seconds)
+            if options.json:
+                Path(options.json).write_text(json.dumps([[*key, measured[key]] for key in measured]))
         profile = options.profile or str(folder / "machine.json")
         if not options.profile:
             Path(profile).write_text(json.dumps(profile_data(calibrate(max(PLANS)), max(PLANS))))
         predicted = predict(profile)
     report(predicted, measured)
-    if options.json:
-        Path(options.json).write_text(json.dumps([[*key, measured[key], predicted[key]] for key in measured]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Ops by hand, on a device of round figures."""
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cost.fitted import FITTED, NATIVE, ON_CPU, software_of
@@ -49,5 +51,6 @@ def test_what_is_felt_beside_compute():
 def test_software():
     assert software_of(H100) is NATIVE
     assert software_of(load_profile("cpu")) == ON_CPU
-    assert NATIVE.traffic < 2 < ON_CPU.fitted.eager_traffic
-    assert ON_CPU.traffic == 1.0
+    assert NATIVE.traffic < 2 < replace(NATIVE, fused=False).traffic
+    busy = software_of(replace(load_profile("cpu"), pointwise_traffic=3.0, update_traffic=2.0, loss_traffic=1.5))
+    assert (busy.traffic, busy.fitted.update_traffic, busy.fitted.logit_traffic) == (3.0, 2.0, 1.5)
