@@ -71,7 +71,8 @@ def remembered(prepare: Callable[..., Prepared], named: list[str]) -> Callable[.
         if key not in known:
             known[key] = prepare(model, *args, **options)
         analysis = known[key].analysis
-        state = {name: value.clone() for name, value in analysis.program.state.items()}
+        held = analysis.program.state
+        state = {name: v.detach().clone().requires_grad_(v.requires_grad) for name, v in held.items()}
         return replace(known[key], analysis=replace(analysis, program=replace(analysis.program, state=state)))
 
     return once
