@@ -63,17 +63,19 @@ def ranks_of(mesh: str) -> int:
 
 
 def remembered(prepare: Callable[..., Prepared], named: list[str]) -> Callable[..., Prepared]:
-    """Capture and analysis of a model (the last one of `named`), once in each mode; tensors are new every time."""
+    """Capture and analysis of a model (the last one of `named`), once in each mode; parameters are new every time."""
     known: dict[tuple[str, bool], Prepared] = {}
 
     def once(model: nn.Module, *args: Any, **options: Any) -> Prepared:
         key = (named[-1], model.training)
         if key not in known:
             known[key] = prepare(model, *args, **options)
-        analysis = known[key].analysis
-        held = analysis.program.state
-        state = {name: v.detach().clone().requires_grad_(v.requires_grad) for name, v in held.items()}
-        return replace(known[key], analysis=replace(analysis, program=replace(analysis.program, state=state)))
+        analysis, own = known[key].analysis, dict(model.named_parameters())
+        if not model.training:  # captured again from a model without memory
+            return known[key]
+        program = analysis.program
+        state = {name: own.get(name, value) for name, value in program.state.items()}
+        return replace(known[key], analysis=replace(analysis, program=replace(program, state=state)))
 
     return once
 
