@@ -45,7 +45,7 @@ SCHEDULES = {
 }  # fmt: skip
 """By name the stages a rank; 0: the schedule's own."""
 BACKENDS = ("eager", "aot")
-BATCH, A_START = 8, 12
+BATCH, MOST, A_START = 32, 8, 12
 BOUND, LOWER = 1e-9, {"hf-llama": 1e-6}
 PRELOAD = (*CAPTURE, "transformers.models.llama.modeling_llama")
 
@@ -53,7 +53,7 @@ PRELOAD = (*CAPTURE, "transformers.models.llama.modeling_llama")
 def product(world: int) -> list[list[Any]]:
     """[model, inside, schedule, micro-batches, backend] of every case on so many ranks, shuffled."""
     inside = [name for name, (mesh, _) in INSIDE.items() if ranks_of(mesh) == world]
-    cases = [list(c) for c in itertools.product(MODELS, inside, SCHEDULES, range(1, BATCH + 1), BACKENDS)]
+    cases = [list(c) for c in itertools.product(MODELS, inside, SCHEDULES, range(1, MOST + 1), BACKENDS)]
     random.Random(0).shuffle(cases)
     return cases
 
