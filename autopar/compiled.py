@@ -19,6 +19,7 @@ from autopar.capture.explain import is_user_file
 from autopar.codegen.load import mode_of
 from autopar.dump import Dump
 from autopar.dump_lowered import backward_text, forward_text, kernels_text
+from autopar.passes.fill_buckets import FillBuckets
 from autopar.passes.fuse import Fuse
 from autopar.passes.lower import Graphs, Partition, boxed, lower_to_graphs
 from autopar.passes.merge_collectives import MergeCollectives, MergeGathers
@@ -71,7 +72,7 @@ class Compiled:
         cut, inductor = Partition(parameters, self.recompute), self.backend == "inductor"
         passes = PASSES if mode is None else (*PASSES, Fuse(mode).run)
         if not inductor and not self.split:  # Inductor reuses memory itself; a split graph is run in another order
-            passes = (*passes, Reuse().run)
+            passes = (*passes, FillBuckets().run, Reuse().run)
         late = self.split_backward if self.split else None
         early = () if mode is None else (StreamCrossEntropy().run,)
         run = lower_to_graphs(interpreter.run, cut, passes, self.told, inductor, late, early)

@@ -26,8 +26,9 @@ from autopar.precision import Precision
 from autopar.program import OutputRef, Program
 from autopar.runtime.check import digest, same_everywhere, share, value_digest
 from autopar.runtime.moves import use_groups
+from autopar.runtime.optimizer_form import STEPPED
 from autopar.runtime.optimizers import SHARDED
-from autopar.runtime.parameters import as_dtensor, full_tensors, local_of, place
+from autopar.runtime.parameters import as_dtensor, full_tensors, locals_of, place
 from autopar.runtime.pipeline_state import count_norms_over_stages, full_tensors_of_stages
 from autopar.runtime.process_mesh import ProcessMesh
 from autopar.runtime.random import Draws, drawing
@@ -103,6 +104,7 @@ class ParallelModule(nn.Module):
         if mesh.line is not None:
             count_norms_over_stages(self, mesh.line, self._owners)
         SHARDED.add(self.parameters())
+        STEPPED.add(self.parameters())
 
     # calls
 
@@ -116,23 +118,31 @@ class ParallelModule(nn.Module):
         lowered = self._lowered(leaves, spec)
         program = lowered.program
         inputs = iter([leaf for leaf, tensor in zip(leaves, program.in_tensors, strict=True) if tensor])
-        values = [next(inputs) if s.kind == "input" else self._local(lowered, s.path) for s in program.sources]
+        values = self._values(lowered, inputs)
         with use_groups(self._mesh.groups), drawing(self._draws.next(self.training)):
             results = lowered.run(*values)
         self._update_buffers(program, results)
         outputs = [self._output(lowered, results, v) if isinstance(v, OutputRef) else v for v in program.out_values]
         return pytree.tree_unflatten(outputs, program.out_spec)
 
-    def _local(self, lowered: Lowered, path: str) -> torch.Tensor | None:
-        """What the program computes with; None for a parameter of other stages."""
-        value = _find(self, path)
-        if value is None and path in self._owners:
-            return None
-        if value is None:
-            return lowered.program.state[path].to(self._mesh.device)
-        if path in lowered.lifetimes:
-            return self._wholes.tensor(path, value, lowered.lifetimes[path])
-        return local_of(value)
+    def _values(self, lowered: Lowered, inputs: Iterator[torch.Tensor]) -> list[torch.Tensor | None]:
+        """What the program computes with, source by source; None for a parameter of other stages."""
+        sources = lowered.program.sources
+        held = {s.path: _find(self, s.path) for s in sources if s.kind != "input"}
+        stored = {path: value for path, value in held.items() if value is not None}
+        local = dict(zip(stored, locals_of(list(stored.values())), strict=True))
+        for path, lifetime in lowered.lifetimes.items():
+            if path in local:
+                local[path] = self._wholes.tensor(path, stored[path], local[path], lifetime)
+        values: list[torch.Tensor | None] = []
+        for source in sources:
+            if source.kind == "input":
+                values.append(next(inputs))
+            elif source.path in local or source.path in self._owners:
+                values.append(local.get(source.path))
+            else:
+                values.append(lowered.program.state[source.path].to(self._mesh.device))
+        return values
 
     def _lowered(self, leaves: list[Any], spec: Any) -> Lowered:
         key = (self.training, str(spec), tuple(map(_described, leaves)))

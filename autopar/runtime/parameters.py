@@ -8,7 +8,8 @@ where ranks differ, as in DistributedDataParallel.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,11 +54,30 @@ def as_dtensor(local: torch.Tensor, parts: Parts, layout: Layout, mesh: ProcessM
     return DTensor.from_local(local, ranks, placements, run_check=False, shape=shape, stride=stride)
 
 
-def local_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The shard a program computes with; its gradient comes back in the parameter's own placements."""
-    if isinstance(parameter, DTensor):
-        return parameter.to_local(grad_placements=parameter.placements)
-    return parameter
+def locals_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The shards a program computes with; their gradients come back in the parameters' own placements.
+
+    One node of the autograd graph for all: `DTensor.to_local` makes one each, which costs 0.2 ms a parameter and step.
+    """
+    cut = [p for p in parameters if isinstance(p, DTensor) and p.requires_grad]
+    shards = iter(_Locals.apply(*cut) if cut else ())
+    plain = [p.to_local() if isinstance(p, DTensor) and not p.requires_grad else p for p in parameters]
+    return [next(shards) if isinstance(p, DTensor) else p for p in plain]
+
+
+class _Locals(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.lie = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in parameters]
+        ctx.set_materialize_grads(False)
+        return tuple(p.to_local().detach() for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None if g is None else DTensor.from_local(g, mesh, at, run_check=False, shape=shape, stride=stride)
+            for g, (mesh, at, shape, stride) in zip(grads, ctx.lie, strict=True)
+        )
 
 
 def place(root: nn.Module, path: str, value: torch.Tensor, *, persistent: bool = True) -> None:

@@ -34,7 +34,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autopar.layout import Layout, Parts, local_parts
 from autopar.runtime.moves import transfer
 from autopar.runtime.offload import fetch, put
-from autopar.runtime.parameters import local_of
 from autopar.runtime.process_mesh import ProcessMesh
 
 
@@ -62,7 +61,7 @@ class Wholes:
         self.mesh, self.accumulate, self.sync = mesh, accumulate, True
         self._held: dict[tuple[str, Layout], Whole] = {}
 
-    def tensor(self, path: str, parameter: torch.Tensor, lifetime: Lifetime) -> torch.Tensor:
+    def tensor(self, path: str, parameter: torch.Tensor, shard: torch.Tensor, lifetime: Lifetime) -> torch.Tensor:
         """What the program reads; differentiable by the parameter."""
         key = (path, lifetime.read)
         if key not in self._held:
@@ -71,7 +70,7 @@ class Wholes:
         whole.follow(parameter)
         if lifetime.level == 1 and isinstance(parameter, DTensor):
             return _Accumulate.apply(parameter, whole)
-        return _Gather.apply(local_of(parameter), whole)
+        return _Gather.apply(shard, whole)
 
     def drop(self) -> None:
         """Parameters have changed: gather them again at their next use."""
@@ -189,7 +188,7 @@ class _Accumulate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, whole: Whole) -> torch.Tensor:
         ctx.whole, ctx.sync = whole, whole.owner.sync
-        return whole.gathered(local_of(parameter).detach()).detach()
+        return whole.gathered(parameter.to_local().detach()).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
