@@ -12,6 +12,7 @@ from tests.end_to_end.small_models import BATCH, build, inputs, loss_of
 
 STEPS = 3
 OPTIMIZERS = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
     "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
     "AdamW foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-3, foreach=True, amsgrad=True),
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
