@@ -93,26 +93,25 @@ class SavedBytes:
     """
 
     def __init__(self, module):
-        self.module, self.total, self.counted = module, 0, set()
+        self.module, self.total = module, 0
 
     def known(self, inputs):
         wholes = [w.value for w in self.module._wholes._held.values() if w.value is not None]
         tensors = [*inputs, *wholes, *(_local(p.detach()) for p in self.module.parameters())]
         return {t.untyped_storage().data_ptr() for t in tensors}
 
+    @contextlib.contextmanager
     def watch(self, inputs):
-        self.total, self.counted = 0, self.known(inputs)
-        self.kept = []  # so that no memory is used twice while we look
+        kept = {}  # storages themselves, so that no memory is used twice while we look
 
         def pack(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self.counted:
-                self.counted.add(storage.data_ptr())
-                self.kept.append(storage)
-                self.total += storage.nbytes()
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
             return tensor
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        known = self.known(inputs)  # by now: parameters are gathered in the call
+        self.total = sum(storage.nbytes() for where, storage in kept.items() if where not in known)
 
 
 def _train(m, optimizer, halves, saved=None):
