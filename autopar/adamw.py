@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.codegen.group import Code, run
+from autopar.codegen.code import Code
+from autopar.codegen.group import run
 from autopar.codegen.load import mode_of
 from autopar.passes.fuse import one_group
 
