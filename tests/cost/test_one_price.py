@@ -79,8 +79,9 @@ def test_graph_and_sizes_agree(sizes, device):
         predicted, expected = plan.predicted["step_time_s"], step_time(run).total_s
         assert predicted == pytest.approx(expected, rel=0.08), (degrees, predicted, expected)
         peak, needed = plan.predicted["peak_memory_bytes"][0], stage_memory(run, 0).allocated
-        # The solver adds up what a block makes again and what the loss needs; the sizes take the larger one.
-        bound = 0.2 if run.recompute == "full" else 0.12
+        # The graph keeps repeated key and value heads, too. What a block makes again and what the loss needs is added up
+        # by the solver; the sizes take the larger one.
+        bound = 0.2 if run.recompute == "full" else 0.15
         assert peak == pytest.approx(needed, rel=bound), (degrees, peak / 1e9, needed / 1e9)
 
 
