@@ -337,7 +337,9 @@ class _Builder:
         return routes(parts, width, self.analysis.grads[value], used, self.mesh, self.profile, forwards, wire)
 
     def wire(self, value: str) -> Wire:
-        """Parameters of a block are sent together, beside compute; what ops make is waited for."""
+        """Parameters of a block are sent together, beside compute but for the wait for the last rank; what ops make is
+        waited for.
+        """
         fitted = self.software.fitted
         if value not in self.sources or value not in self.roles.weights:
             return Wire(fitted.collective_sync_s)
@@ -346,10 +348,12 @@ class _Builder:
         held = parameter_bytes("none", element_bytes(self.analysis.dtypes[value]), self.settings.precision)
         blocks = max((len(c.blocks) for c in self.analysis.program.classes), default=1)
         overlaps = self.software.overlap and fitted.overlap_slowdown < 1
+        together = max(1.0, block / own)
         return Wire(
+            sync_s=fitted.collective_sync_s / together,
             share=fitted.overlap_slowdown if self.software.overlap else 1.0,
             shown=1 / blocks if overlaps else 0.0,
-            together=max(1.0, block / own),
+            together=together,
             reduced=held.gradients / element_bytes(self.operand(value)[1]),
         )
 
