@@ -82,7 +82,8 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
         return "experts not stated"
     if (row.ep or 1) > 1:
         return "expert parallel (ep > 1): no plan has it yet"
-    missing = [name for name in ("layers", "hidden", "seq_len", "global_seqs", "dp", "nodes") if not getattr(row, name)]
+    needed = ("layers", "hidden", "seq_len", "global_seqs", "dp", "nodes", "device")
+    missing = [name for name in needed if not getattr(row, name)]
     if missing:
         return f"{missing[0]} not stated"
     if row.precision and row.precision not in DTYPES:

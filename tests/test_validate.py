@@ -191,6 +191,7 @@ def test_wrong_figures_name_file_row_and_field(tmp_path, changes, message):
     [
         ({"device": "h300"}, "device: unknown device 'h300'"),
         ({"layers": ""}, "layers not stated"),
+        ({"device": ""}, "device not stated"),
         ({"dp": "4"}, "field 'dp' contradicts: tp x pp x cp x dp = 4, nodes x devices_per_node = 8"),
         ({"model_family": "moe"}, "experts not stated"),
         ({"precision": "fp8"}, "precision fp8 has no profile"),
