@@ -284,11 +284,14 @@ class _Reduce(torch.autograd.Function):
         ctx: Any, value: torch.Tensor, mesh: ProcessMesh, moves: Sequence[tuple[str, str, str]]
     ) -> torch.Tensor:
         ctx.mesh, ctx.moves = mesh, moves
+        ctx.set_materialize_grads(False)  # an asynchronous pipeline may have none yet, on no rank of the group
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         gradient = grads[0]
+        if gradient is None:
+            return None, None, None
         for axis, source, target in reversed(ctx.moves):
             gradient = transfer(gradient, ctx.mesh.groups[axis], gradient_of(target), gradient_of(source), ())
         return gradient, None, None

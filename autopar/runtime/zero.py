@@ -174,10 +174,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, whole: Whole) -> torch.Tensor:
         ctx.whole, ctx.dtype = whole, shard.dtype
+        ctx.set_materialize_grads(False)  # an asynchronous pipeline may have none yet, on no rank of the group
         return whole.gathered(shard).detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if grads[0] is None:
+            return None, None
         grad = ctx.whole.reduced(grads[0]).to(ctx.dtype)
         return put(grad) if ctx.whole.lifetime.host else grad, None
 
@@ -188,10 +191,13 @@ class _Accumulate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, whole: Whole) -> torch.Tensor:
         ctx.whole, ctx.sync = whole, whole.owner.sync
+        ctx.set_materialize_grads(False)  # as above
         return whole.gathered(parameter.to_local().detach()).detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if grads[0] is None:
+            return None, None
         parameter = ctx.whole.parameter()
         return ctx.whole.added(parameter, grads[0], ctx.sync), None
 
