@@ -1,23 +1,18 @@
-"""Optimizers that torch cannot run on sharded parameters are refused by name; those that it runs slowly run faster.
+"""Optimizers that torch cannot run on sharded parameters are refused by name at their first step.
 
 What enters: the parameters of a parallel module. What leaves: nothing. Refused: optimizers that change shards in place
 as DTensor cannot (torch 2.13 fails inside its dispatch); where no parameter is cut they may run. All others of
 torch.optim run as on one device; tests hold it.
-
-On CPUs torch updates one parameter after the other unless told otherwise, and each of a dozen operations on a DTensor
-takes longer to dispatch than a small update: AdamW takes 26 ms for 52 small parameters, 9 ms with `foreach=True`. So
-where the user has chosen neither, a step of `FASTER` is made under `foreach=True`; the numbers are the same.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import PlanError
 
@@ -26,7 +21,6 @@ REFUSED = {
     "Rprop": "writes by index into a gradient, which DTensor cannot do to a shard's",
 }
 """Class of torch.optim -> why."""
-FASTER = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 class Sharded:
@@ -35,34 +29,16 @@ class Sharded:
     def __init__(self) -> None:
         self._refs: weakref.WeakValueDictionary[int, DTensor] = weakref.WeakValueDictionary()
         self._hooked = False
-        self._lent: list[dict[str, Any]] = []
-        """Groups of the optimizer that steps, for which `foreach` was chosen."""
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         ours = [p for p in parameters if isinstance(p, DTensor)]
         self._refs.update({id(p): p for p in ours})
         if ours and not self._hooked:
             register_optimizer_step_pre_hook(self._check)
-            register_optimizer_step_pre_hook(self._choose)
-            register_optimizer_step_post_hook(self._give_back)
             self._hooked = True
 
     def _is_ours(self, parameter: torch.Tensor) -> bool:
         return self._refs.get(id(parameter)) is parameter
-
-    def _choose(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if type(optimizer) not in FASTER:
-            return
-        for group in optimizer.param_groups:
-            chosen = group["foreach"] is not None or group["fused"] or group["differentiable"]
-            ours = all(self._is_ours(p) and p.device.type == "cpu" for p in group["params"])
-            if not chosen and ours and len({p.device_mesh for p in group["params"]}) == 1:
-                group["foreach"] = True
-                self._lent.append(group)
-
-    def _give_back(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        while self._lent:
-            self._lent.pop()["foreach"] = None
 
     def _check(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         why = next((REFUSED[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in REFUSED), None)

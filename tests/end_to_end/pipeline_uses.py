@@ -42,7 +42,7 @@ def uses(payload):
         "dropout": _dropout(),
         "handed over": _handed_over(m, args),
         "scaler": _grad_scaler(),
-        "foreach": _foreach(m, args),
+        "together": _together(m, args),
     }
 
 
@@ -166,14 +166,14 @@ def _handed_over(m, args):
     return f"{sum(taken)} of {len(taken)}"
 
 
-def _foreach(m, args):
-    """On CPUs all parameters are updated together where nothing else was chosen. Returns: by choice, were they?"""
+def _together(m, args):
+    """All parameters are updated together where nothing else was chosen. Returns: by choice, were they?"""
     module = importlib.import_module("torch.optim.adam")
-    found, real = {}, module._multi_tensor_adam
+    found, real = {}, module._fused_adam
     for choice in (None, False):
         optimizer = torch.optim.AdamW(m.parameters(), foreach=choice)
         m(*args).backward()
-        with mock.patch.object(module, "_multi_tensor_adam", wraps=real) as together:
+        with mock.patch.object(module, "_fused_adam", wraps=real) as together:
             optimizer.step()
         optimizer.zero_grad()
         found[str(choice)] = [together.called, optimizer.param_groups[0]["foreach"]]

@@ -123,7 +123,7 @@ def test_uses(two_ranks):
         for use in USES:
             assert isinstance(found[use], float), f"{use}: {found[use]}"
             assert found[use] <= BOUND, f"{use}: {found[use]}"
-        assert found["foreach"] == {"None": [True, None], "False": [False, False]}
+        assert found["together"] == {"None": [True, None], "False": [False, False]}
         assert "handed over once" in found["twice"]
         assert "outputs='gather'" in found["another output"]
         done, of = found["handed over"].split(" of ")

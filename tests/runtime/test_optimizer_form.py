@@ -92,6 +92,14 @@ def test_other_parameters_and_optimizers_are_left_alone():
         assert not any(name.startswith("_fused") for name in ops)
 
 
+def test_sgd_updates_all_parameters_at_once():
+    got, ops = stepped(torch.optim.SGD(parameters(), lr=0.1, momentum=0.9))
+    expected, singly = stepped(torch.optim.SGD(parameters(ours=False), lr=0.1, momentum=0.9))
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+    assert "_foreach_add_" in ops
+    assert not any(name.startswith("_foreach") for name in singly)
+
+
 def test_steps_counted_in_float64_are_left_alone():
     """A checkpoint made under another default dtype."""
     optimizer = torch.optim.AdamW(parameters())
