@@ -118,12 +118,12 @@ def _model_ops() -> dict[str, Callable[[], Any]]:
     ones, heads = torch.ones(TOKENS, WIDTH), torch.ones_like(q)
 
     def pointwise() -> None:
-        (F.gelu(F.layer_norm(x, (WIDTH,), weight, weight), approximate="tanh") + y).backward(ones)
+        (F.gelu(F.layer_norm(x, (WIDTH,), weight, weight), approximate="tanh") + y).backward(ones)  # type: ignore[no-untyped-call]  # torch's
 
     return {
-        "attention": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(heads),
+        "attention": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(heads),  # type: ignore[no-untyped-call]  # torch's
         "pointwise": pointwise,
-        "loss": lambda: F.cross_entropy(logits, targets).backward(),
+        "loss": lambda: F.cross_entropy(logits, targets).backward(),  # type: ignore[no-untyped-call]  # torch's
         "update": optimizer.step,
     }
 
