@@ -108,14 +108,15 @@ def _functional(overload: torch._ops.OpOverload) -> bool:
 
 
 def families() -> dict[str, frozenset[str]]:
-    """Family (a module of autopar.rules with RULES) -> names in its table; without that of our own ops."""
+    """Family (a module of autopar.rules with RULES) -> names in its table; without those of our own ops."""
     modules = [
         importlib.import_module(f"autopar.rules.{m.name}")
         for m in pkgutil.iter_modules(autopar.rules.__path__)
         if m.name != "__main__"
     ]
-    tables = {m.__name__.rpartition(".")[2]: frozenset(m.RULES) for m in modules if hasattr(m, "RULES")}
-    return {family: names for family, names in tables.items() if not any("::" in n for n in names)}
+    tables = {m.__name__.rpartition(".")[2]: m.RULES for m in modules if hasattr(m, "RULES")}
+    torchs = {family: frozenset(n for n in names if "::" not in n) for family, names in tables.items()}
+    return {family: names for family, names in torchs.items() if names}
 
 
 def cover() -> Coverage:
