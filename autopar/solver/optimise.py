@@ -39,12 +39,17 @@ PROOF_GAP = 1e-9  # a gap of the size of rounding: sums in another order differ 
 ROUNDS = 3  # of bound and drop; each makes the next one sharper
 
 
+class Beaten(Exception):
+    """Another problem's answer is at least as cheap as any of this one."""
+
+
 def solve(
     problem: Problem,
     *,
     time_limit_s: float = 60.0,
     relative_gap: float = 1e-4,
     start: Sequence[int] | None = None,
+    beaten_s: float = math.inf,
 ) -> Solution:
     """The cheapest assignment that meets every row.
 
@@ -52,7 +57,9 @@ def solve(
              relative_gap: stop when (objective - bound) / |objective| is at most this; 0 asks for a proof, up
              to rounding (1e-9).
              start: an assignment to begin with, one option a choice; a better one is looked for.
-    Raises:  InfeasibleError: no assignment meets the rows, or none was found in time. Its attributes: `proven` (bool),
+             beaten_s: what another problem's answer costs; nothing is looked for where this one's cannot be cheaper.
+    Raises:  Beaten: even without the memory row no assignment is cheaper than `beaten_s`.
+             InfeasibleError: no assignment meets the rows, or none was found in time. Its attributes: `proven` (bool),
              `least_bytes` (least memory of any assignment), `missing_bytes` (that less the limit, at least 0),
              `consumers` (tuple of (choice name, bytes) in the least-memory assignment, largest first).
     """
@@ -73,7 +80,7 @@ def solve(
     incumbent = Incumbent(reduced)
     if start is not None and (inner := reduction.inner(start)) is not None:
         incumbent.offer(inner, "start")
-    bound_s = _search(incumbent, deadline_s, target)
+    bound_s = _search(incumbent, deadline_s, target, beaten_s)
 
     if incumbent.options is None:
         proven = bound_s == math.inf
@@ -95,7 +102,7 @@ def solve(
     )
 
 
-def _search(incumbent: Incumbent, deadline_s: float, relative_gap: float) -> float:
+def _search(incumbent: Incumbent, deadline_s: float, relative_gap: float, beaten_s: float) -> float:
     """Improve the incumbent until the gap or the deadline is met; a proven bound, inf when no assignment is valid."""
     whole = incumbent.problem
     current = Reduction(whole, tuple(np.arange(c.cost_s.size) for c in whole.choices))
@@ -106,7 +113,7 @@ def _search(incumbent: Incumbent, deadline_s: float, relative_gap: float) -> flo
     bound_s = -math.inf
     lower: Sequence[Floats] = ()
     for _ in range(ROUNDS):
-        found = _bounds(current, incumbent, deadline_s, relative_gap)
+        found = _bounds(current, incumbent, deadline_s, relative_gap, beaten_s)
         lower = found.lower
         bound_s = max(bound_s, min(found.bound_s, incumbent.cost_s))
         if incumbent.gap(bound_s) <= relative_gap or bound_s == math.inf or time.monotonic() > deadline_s:
@@ -151,7 +158,9 @@ class _Bounds:
     lower: Sequence[Floats]
 
 
-def _bounds(current: Reduction, incumbent: Incumbent, deadline_s: float, relative_gap: float) -> _Bounds:
+def _bounds(
+    current: Reduction, incumbent: Incumbent, deadline_s: float, relative_gap: float, beaten_s: float
+) -> _Bounds:
     """Bounds by min-sum, with memory priced where it binds; what is found on the way is offered."""
     problem = current.problem
     inner = Incumbent(problem)
@@ -169,6 +178,8 @@ def _bounds(current: Reduction, incumbent: Incumbent, deadline_s: float, relativ
     cost_s, memory_bytes = evaluate(problem, free.options)
     if free.exact and not math.isfinite(cost_s):
         return _Bounds(math.inf, ())
+    if free.bound >= beaten_s:
+        raise Beaten
     inner.offer(free.options, "elimination")
     if inner.gap(free.bound) <= relative_gap:
         return done(free.bound, free.lower)

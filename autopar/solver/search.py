@@ -17,7 +17,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import ROLES, LogicalMesh, Mesh, factor_axes, free_factorisations
 from autopar.rules.analyse import Analysis
 from autopar.solver.build import Built, build
-from autopar.solver.optimise import solve
+from autopar.solver.optimise import Beaten, solve
 from autopar.solver.problem import Solution
 from autopar.solver.settings import Settings
 
@@ -74,7 +74,10 @@ def search(
         if best is not None and spent + len(best.built.op_choice) * GROWTH ** len(mesh.axes) > WORK:
             continue
         try:
-            found = _recomputing(analysis, mesh, profile, pinned, sinks, levels, time_limit_s)
+            at_hand_s = best.solution.objective_s if best is not None else math.inf
+            found = _recomputing(analysis, mesh, profile, pinned, sinks, levels, time_limit_s, at_hand_s)
+        except Beaten:
+            continue
         except (InfeasibleError, PlanError) as error:
             refusal = refusal or error
             continue
@@ -119,7 +122,7 @@ def on_axes(
     analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sinks: Mapping[int, str]
 ) -> Found:
     """The best plan on given axes."""
-    return _solve(analysis, mesh, profile, settings, sinks, 60.0)
+    return _solve(analysis, mesh, profile, settings, sinks, 60.0, math.inf)
 
 
 def _recomputing(
@@ -130,13 +133,17 @@ def _recomputing(
     sinks: Mapping[int, str],
     levels: Sequence[str],
     time_limit_s: float,
+    at_hand_s: float,
 ) -> Found:
-    """The best level of recomputation; more is only tried where memory binds, since it saves nothing else."""
+    """The best level of recomputation; more is only tried where memory binds, since it saves nothing else.
+
+    Raises:  Beaten: without a limit of memory, and so at any level, this costs no less than the plan at hand.
+    """
     best: Found | None = None
     refusal: InfeasibleError | None = None
     for level in levels:
         try:
-            found = _solve(analysis, mesh, profile, replace(settings, recompute=level), sinks, time_limit_s)
+            found = _solve(analysis, mesh, profile, replace(settings, recompute=level), sinks, time_limit_s, at_hand_s)
         except InfeasibleError as error:
             refusal = refusal or error
             continue
@@ -157,11 +164,12 @@ def _solve(
     settings: Settings,
     sinks: Mapping[int, str],
     time_limit_s: float,
+    beaten_s: float,
 ) -> Found:
     begun = time.perf_counter()
     built = build(analysis, mesh, profile, settings, sinks)
     priced = time.perf_counter()
-    solution = solve(built.problem, time_limit_s=time_limit_s, relative_gap=GAP)
+    solution = solve(built.problem, time_limit_s=time_limit_s, relative_gap=GAP, beaten_s=beaten_s * (1 - GAP))
     return Found(mesh, built, solution, priced - begun, time.perf_counter() - priced, settings.recompute)
 
 
