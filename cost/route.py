@@ -39,8 +39,8 @@ class Wire:
 
     sync_s: what one costs besides its time on the wire. share: of its time that is felt where it runs beside compute.
     shown: share of one gather and one reduction that nothing hides, since they are the first and the last.
-    together: one sends so many times this value, the others of its block. reduced: width of a gradient over that of
-    the value.
+    together: one sends so many times this value, the others of its block; not on a tensor axis. reduced: width of a
+    gradient over that of the value.
     """
 
     sync_s: float = 0.0
@@ -178,5 +178,7 @@ class _Price:
         rows = self.strided and primitive != "all_reduce"
         copy_s = np.asarray(memory_bound_s(2 * size, self.profile)) if rows else 0.0
         wire = self.wire
-        wire_s = np.asarray(collective_s(primitive, size * wire.together, self.axis, self.profile)) / wire.together
+        # a tensor axis cuts most parameters of a block: the few that it leaves whole have nothing to be sent with
+        together = 1.0 if self.axis.role == "tp" else wire.together
+        wire_s = np.asarray(collective_s(primitive, size * together, self.axis, self.profile)) / together
         return STEP_S + copy_s + wire.sync_s + wire.share * wire_s
