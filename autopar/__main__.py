@@ -1,7 +1,5 @@
 """`python -m autopar`: the command line."""
 
-import sys
+from autopar.cli import command
 
-from autopar.cli import main
-
-sys.exit(main())
+command()

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import autopar
 from autopar.cli_arguments import make_parser
@@ -68,6 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"autopar: {type(error).__name__}: {_one_line(error)}", file=sys.stderr)
         return 1
+
+
+def command() -> NoReturn:
+    """The process of `autopar ...`: ends at once, since taking a plan's million objects apart would take a second."""
+    status = main()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def plan(args: argparse.Namespace) -> Outcome:
