@@ -72,6 +72,7 @@ def one_rank(payload):
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_the_module():
     preload = (*CAPTURE, "functorch.compile")
     for found in run_ranks_local("tests.codegen.test_export:one_rank", 2, {}, 240, preload=preload):

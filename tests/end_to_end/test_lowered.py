@@ -58,6 +58,7 @@ def test_pairs_meet():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_pairwise_on_four_ranks():
     for found in run("4", 4, pairwise(), 1700):

@@ -108,6 +108,8 @@ def test_two_ranks():
     check_all(TWO, 2, 250)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_four_ranks():
     check_all(FOUR, 4, 280)
 

@@ -134,6 +134,8 @@ def test_a_checkpoint_goes_into_another_layout(two_ranks):
     assert [rank["checkpoint"] for rank in two_ranks] == [0.0, 0.0]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_four_ranks():
     check_all(FOUR, 4, 280)
 
