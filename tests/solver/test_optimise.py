@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,3 +170,20 @@ def test_cover_row_forces_a_dearer_option() -> None:
 def test_no_choices_is_the_empty_assignment() -> None:
     solution = solve(Problem((), ()))
     assert (solution.options, solution.objective_s, solution.optimal) == ((), 0.0, True)
+
+
+def test_what_costs_no_less_than_a_plan_at_hand_is_not_searched() -> None:
+    """A higher price at hand changes nothing; at that of the best without memory and covers nothing is looked for."""
+    stopped = 0
+    for seed in range(20):
+        problem = random_problem(seed)
+        if brute_force(problem) is None:
+            continue
+        best = brute_force(replace(problem, memory_limit_bytes=math.inf, covers=()))
+        assert best is not None
+        expected = solve(problem, relative_gap=0)
+        assert solve(problem, relative_gap=0, beaten_s=2 * expected.objective_s + 1).options == expected.options
+        with pytest.raises(optimise_module.Beaten):
+            solve(problem, relative_gap=0, beaten_s=best[0] * (1 - 1e-9))
+        stopped += 1
+    assert stopped >= 5
