@@ -130,6 +130,13 @@ class Typed(Interpreter):
         kinds = {"I": spmd.I, "R": spmd.R, "S": spmd.V, "P": spmd.P}
         return None if layout is None else {a: kinds[p.kind] for a, p in zip(self.axes.values(), layout, strict=True)}
 
+    def cut_on(self, node: Node) -> set[Any]:
+        """Axes on which an untyped value is V: those of its layout, or inside the local program of one op its inputs'."""
+        types = self.types_of(node)
+        if types is None:
+            return set().union(*(self.cut_on(m) for m in node.all_input_nodes))
+        return {axis for axis, kind in types.items() if kind is spmd.V}
+
     def run_node(self, n: Node) -> Any:
         if n.op == "placeholder":
             with spmd.no_typecheck():
@@ -178,12 +185,12 @@ class Typed(Interpreter):
         """An untyped operand is V where it is cut itself, else I where all typed operands are I, else R."""
         if not isinstance(leaf, Tensor) or spmd.has_local_type(leaf):
             return leaf
-        own = next((self.types_of(m) for m in n.all_input_nodes if self.env[m] is leaf), None) or {}
+        own = next((self.cut_on(m) for m in n.all_input_nodes if self.env[m] is leaf), set())
         typed = [spmd.get_local_type(self.env[m]) for m in n.all_input_nodes if m in self.carries]
         with spmd.no_typecheck():
             copy = leaf.detach().clone()
         types = {
-            axis: spmd.V if own.get(axis) is spmd.V else spmd.I if all(t[axis] is spmd.I for t in typed) else spmd.R
+            axis: spmd.V if axis in own else spmd.I if all(t[axis] is spmd.I for t in typed) else spmd.R
             for axis in self.axes.values()
         }
         return spmd.assert_type(copy, types)
