@@ -14,37 +14,34 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from autopar.cost.compute import element_bytes
 from autopar.cost.fitted import Software, software_of
 from autopar.cost.hardware import Profile
-from autopar.cost.memory import parameter_bytes
 from autopar.cost.price import OpPrice, StoragePrice, price_op, price_storage
-from autopar.cost.route import Routes, Wire, routes
+from autopar.cost.route import Routes, routes
 from autopar.cost.saved import saved_values
 from autopar.cost.traffic import op_name, traffic
-from autopar.layout import I, Layout, Parts, largest_local_parts
+from autopar.layout import I, Layout
 from autopar.mesh import LogicalMesh
 from autopar.program import record
 from autopar.rules.analyse import Analysis, Op
 from autopar.rules.strategy import Strategy
 from autopar.solver.equal import representatives
+from autopar.solver.gathers import Gathers, Sizes, StoredEdge
 from autopar.solver.options import Options
-from autopar.solver.problem import Choice, Edge, Problem
+from autopar.solver.problem import Choice, Edge, Floats, Problem
 from autopar.solver.roles import Roles, is_attention
-from autopar.solver.settings import Settings, compute_dtype
+from autopar.solver.settings import Settings
 from autopar.solver.sinks import left_layout, sink_values, stable_name
 from autopar.solver.storage import allowed_storage
 
 LOSS_BYTES = 4
 """[derived] bytes of a logit at the peak of the loss, beside the logit: an fp32 copy that its gradient overwrites."""
 
-Floats = NDArray[np.float64]
 OpKey = str
 ValueKey = tuple[str, int]
 """(representative op or source, output index)."""
@@ -80,19 +77,6 @@ class Built:
     """Ops that begin a kernel."""
 
 
-@dataclass(frozen=True, eq=False)
-class StoredEdge:
-    """From a stored parameter to a reader: what may run beside compute. forwards: times the forward's part is made."""
-
-    edge: int
-    routing: Routes
-    rows: list[Layout]
-    columns: list[Layout]
-    count: int
-    forwards: int
-    shown: float
-
-
 def build(
     analysis: Analysis, mesh: LogicalMesh, profile: Profile, settings: Settings, sink_layouts: Mapping[int, str]
 ) -> Built:
@@ -108,7 +92,6 @@ class _Builder:
         self.roles = Roles(analysis, mesh, settings.pins, settings.batch_dims or {})
         self.options = Options(analysis, mesh, settings, self.roles)
         self.invariant: Layout = (I,) * len(mesh.axes)
-        self.sources = analysis.program.by_node
         self.representative = representatives(analysis)
         self.counts: dict[str, int] = defaultdict(int)
         for name in self.representative.values():
@@ -120,12 +103,14 @@ class _Builder:
         self.repeated = frozenset(self.block_of)
         again = frozenset(name for name, op in analysis.ops.items() if self.recomputed(op))
         self.software = settings.software or software_of(profile)
+        self.sizes = Sizes(analysis, mesh, settings)
+        self.gathers = Gathers(self.sizes, self.roles, self.software, self.counts)
         self.moves = traffic(analysis, self.software.fused or not self.software.counted)
         self.again = again
         self.saved = saved_values(analysis, self.roles.weights, again, self.block_of)
         self.names: list[str] = []
-        self.costs: list[NDArray[np.float64]] = []
-        self.memories: list[NDArray[np.float64]] = []
+        self.costs: list[Floats] = []
+        self.memories: list[Floats] = []
         self.layouts: list[dict[int, list[Layout]]] = []
         """For each choice: output index -> layout of each option."""
         self.edges: list[Edge] = []
@@ -178,9 +163,7 @@ class _Builder:
             launched=frozenset(name for name, moves in self.moves.items() if moves.launches),
         )
 
-    def add_choice(
-        self, name: str, cost_s: NDArray[np.float64], memory: NDArray[np.float64], layouts: dict[int, list[Layout]]
-    ) -> int:
+    def add_choice(self, name: str, cost_s: Floats, memory: Floats, layouts: dict[int, list[Layout]]) -> int:
         self.names.append(name)
         self.costs.append(cost_s)
         self.memories.append(memory)
@@ -194,8 +177,8 @@ class _Builder:
         price = price_op(
             op,
             found,
-            [self.operand(v) for v in op.ins],
-            [self.operand(v) for v in op.outs],
+            [self.sizes.operand(v) for v in op.ins],
+            [self.sizes.operand(v) for v in op.outs],
             self.moves[op.name],
             self.mesh,
             self.profile,
@@ -207,8 +190,8 @@ class _Builder:
         seconds = price.compute_s + price.communication_s + (price.forward_s if self.recomputed(op) else 0.0)
         memory = np.zeros(len(found))
         if op_name(op) == "cross_entropy_loss" and any(op.in_grads):  # no other activation has been freed by then
-            elements = self.saved_bytes(op.ins[0], [s.ins[0] for s in found]) / element_bytes(
-                self.operand(op.ins[0])[1]
+            elements = self.sizes.local_bytes(op.ins[0], [s.ins[0] for s in found]) / element_bytes(
+                self.sizes.operand(op.ins[0])[1]
             )
             memory = self.loss_bytes[op.name] = LOSS_BYTES * elements
         self.op_choice[op.name] = self.add_choice(record(op.node).op, seconds * count, memory, by_output)
@@ -218,9 +201,6 @@ class _Builder:
         """Does the backward run this op's forward again?"""
         level = self.settings.recompute
         return op.name in self.repeated and (level == "full" or (level == "selective" and not op.rule.flop))
-
-    def operand(self, value: str) -> tuple[Parts, torch.dtype]:
-        return self.analysis.parts[value], compute_dtype(self.analysis.dtypes[value], self.settings.precision)
 
     # parameters
 
@@ -273,7 +253,7 @@ class _Builder:
         if source is None:  # an input or a buffer: invariant, cut for nothing
             for choice, layouts, _, _ in ends:
                 if saved:
-                    self.memories[choice] = self.memories[choice] + self.saved_bytes(value, layouts) * kept
+                    self.memories[choice] = self.memories[choice] + self.sizes.local_bytes(value, layouts) * kept
             return
         start, start_layouts = source
         used = self.used_parts([*start_layouts, *(x for _, layouts, _, _ in ends for x in layouts)])
@@ -283,7 +263,7 @@ class _Builder:
             domain = sorted({x for _, layouts, _, _ in ends for x in layouts} | set(start_layouts))
             domain = self.fixed_read(value, domain) or domain
             cost = np.zeros(len(domain))
-            memory = self.saved_bytes(value, domain) * kept if saved else np.zeros(len(domain))
+            memory = self.sizes.local_bytes(value, domain) * kept if saved else np.zeros(len(domain))
             read = self.add_choice(f"read of {value}", cost, memory, {0: domain})
             self.read_layouts[read] = domain
             for name in values:
@@ -292,7 +272,7 @@ class _Builder:
             start, start_layouts = read, domain
         elif saved:
             choice, layouts, _, _ = ends[0]
-            self.memories[choice] = self.memories[choice] + self.saved_bytes(value, layouts) * kept
+            self.memories[choice] = self.memories[choice] + self.sizes.local_bytes(value, layouts) * kept
         for choice, layouts, _, _ in ends:
             self.add_edge(start, start_layouts, choice, layouts, routing, count, producer, forwards)
 
@@ -315,11 +295,6 @@ class _Builder:
             return self.storage_choice[name], self.storage_layouts[name]
         return None
 
-    def saved_bytes(self, value: str, layouts: Sequence[Layout]) -> NDArray[np.float64]:
-        parts, dtype = self.operand(value)
-        sizes = {x: largest_local_parts(parts, x, self.mesh.sizes).numel * element_bytes(dtype) for x in set(layouts)}
-        return np.array([sizes[x] for x in layouts], dtype=np.float64)
-
     def used_parts(self, layouts: Sequence[Layout]) -> tuple[int, ...]:
         return tuple(sorted({p.part for layout in layouts for p in layout if p.kind == "S"}))
 
@@ -332,45 +307,9 @@ class _Builder:
         return self.settings.recompute == "full" and all(op in self.repeated for op, _ in readers)
 
     def routes(self, value: str, used: tuple[int, ...], forwards: int = 1) -> Routes:
-        parts, dtype = self.operand(value)
-        width, wire = element_bytes(dtype), self.wire(value)
+        parts, dtype = self.sizes.operand(value)
+        width, wire = element_bytes(dtype), self.gathers.wire(value)
         return routes(parts, width, self.analysis.grads[value], used, self.mesh, self.profile, forwards, wire)
-
-    def wire(self, value: str) -> Wire:
-        """Parameters of a block are sent together, beside compute but for the wait for the last rank; what ops make is
-        waited for.
-        """
-        fitted = self.software.fitted
-        if value not in self.sources or value not in self.roles.weights:
-            return Wire(fitted.collective_sync_s)
-        block = self.block_bytes.get(self.home(value), 0.0)
-        own = max(1.0, self.analysis.parts[value].numel * float(element_bytes(self.analysis.dtypes[value])))
-        held = parameter_bytes("none", element_bytes(self.analysis.dtypes[value]), self.settings.precision)
-        blocks = max((len(c.blocks) for c in self.analysis.program.classes), default=1)
-        overlaps = self.software.overlap and fitted.overlap_slowdown < 1
-        together = max(1.0, block / own)
-        return Wire(
-            sync_s=fitted.collective_sync_s / together,
-            share=fitted.overlap_slowdown if self.software.overlap else 1.0,
-            shown=1 / blocks if overlaps else 0.0,
-            together=together,
-            reduced=held.gradients / element_bytes(self.operand(value)[1]),
-        )
-
-    def home(self, source: str) -> str:
-        """The block that first reads a parameter."""
-        readers = self.analysis.users.get(source, ())
-        return record(self.analysis.ops[readers[0][0]].node).block if readers else ""
-
-    @cached_property
-    def block_bytes(self) -> Mapping[str, float]:
-        """Bytes of the parameters of each block, as stored."""
-        found: dict[str, float] = defaultdict(float)
-        for source in self.analysis.program.sources:
-            if source.kind == "parameter":
-                width = element_bytes(self.analysis.dtypes[source.node])
-                found[self.home(source.node)] += self.analysis.parts[source.node].numel * width
-        return found
 
     def add_edge(
         self,
@@ -388,45 +327,12 @@ class _Builder:
         cost = routing.cost_s[np.ix_([routing.index[x] for x in rows], [routing.index[x] for x in columns])] * count
         memory = None
         if producer[0] in self.storage_choice:
-            cost = cost + self.forbidden_gathers(rows, columns)
-            memory = self.gathered_bytes(producer[0], rows, columns, count)
+            cost = cost + self.gathers.forbidden(rows, columns)
+            memory = self.gathers.held_bytes(producer[0], rows, columns, count)
             self.stored_edges.append(
                 StoredEdge(len(self.edges), routing, rows, columns, count, forwards, routing.shown)
             )
         self.edges.append(Edge(source, target, row_of, column_of, cost, memory))
-
-    def gathered_bytes(self, node: str, rows: Sequence[Layout], columns: Sequence[Layout], count: int) -> Floats:
-        """What is held of gathered parameters. ZeRO 1 and 2 keep them for a whole step, at level 1 the whole gradient,
-        too; else a block's and the next one's are there, and the gradients of one, where blocks repeat. Of other
-        parameters one is there at a time: each counts by its share of them.
-        """
-        kept = {1: 2, 2: 1}.get(self.settings.pins.zero or 0, 0) * count
-        reduced = self.wire(node).reduced if self.analysis.grads[node] else 0.0
-        passing = 2 + reduced if count > 1 else self.single_bytes.get(node, 0.0)
-        out = np.zeros((len(rows), len(columns)))
-        for j, size_bytes in enumerate(self.saved_bytes(node, columns)):
-            for i, row in enumerate(rows):
-                if any(p.kind == "S" and q.kind != "S" for p, q in zip(row, columns[j], strict=True)):
-                    out[i, j] = (kept or passing) * size_bytes
-        return out
-
-    @cached_property
-    def single_bytes(self) -> Mapping[str, float]:
-        """Parameters of no repeated block: the share that each has of all of them."""
-        nodes = [s.node for s in self.analysis.program.sources if s.kind == "parameter" and self.counts[s.node] == 1]
-        sizes = {node: float(self.analysis.parts[node].numel) for node in nodes}
-        total = sum(sizes.values()) or 1.0
-        return {node: size / total for node, size in sizes.items()}
-
-    def forbidden_gathers(self, rows: Sequence[Layout], columns: Sequence[Layout]) -> NDArray[np.float64]:
-        """ZeRO 0 stores parameters as they are used: no gathers on the data axes."""
-        out = np.zeros((len(rows), len(columns)))
-        if self.settings.pins.zero == 0:
-            for i, row in enumerate(rows):
-                for j, column in enumerate(columns):
-                    if any(p.kind == "S" and q.kind != "S" for p, q in zip(row, column, strict=True)):
-                        out[i, j] = np.inf
-        return out
 
     # sinks and covers
 
