@@ -22,7 +22,8 @@ from autopar.mesh import LogicalMesh
 from autopar.passes.lower import Graphs
 from autopar.pipeline import on_device
 from autopar.program import Program, record
-from autopar.runtime.moves import AxisGroup, use_groups
+from autopar.runtime.moves import use_groups
+from autopar.runtime.transfer import AxisGroup
 
 
 class _Made(Exception):

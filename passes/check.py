@@ -23,7 +23,8 @@ from autopar.program import Program, Record, record
 from autopar.rules.analyse import Analysis, Op
 from autopar.rules.call import is_getitem, tensor_inputs
 from autopar.rules.strategy import axis_options, placements
-from autopar.runtime.moves import move, parse_placement
+from autopar.runtime.moves import move
+from autopar.runtime.transfer import parse_placement
 
 
 def check_layouts(

@@ -28,7 +28,8 @@ from autopar.program import Program, record, set_record
 from autopar.rules.analyse import Analysis, Op, value_of
 from autopar.rules.decisions import Decisions
 from autopar.rules.strategy import axis_options, named, placements
-from autopar.runtime.moves import max_over, move, parse_placement
+from autopar.runtime.moves import max_over, move
+from autopar.runtime.transfer import parse_placement
 from autopar.user_function import op_text
 
 AXIS = "microbatch"

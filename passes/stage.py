@@ -26,8 +26,9 @@ from autopar.layout import TRANSITIONS
 from autopar.program import Program, Sink, Source, record
 from autopar.rules.analyse import STOPS_GRADIENT
 from autopar.rules.call import is_getitem
-from autopar.runtime.moves import max_over, move, parse_placement
+from autopar.runtime.moves import max_over, move
 from autopar.runtime.pipeline_program import Cuts, StageProgram, Value
+from autopar.runtime.transfer import parse_placement
 
 PRODUCTS = (
     "mm",

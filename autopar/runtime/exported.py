@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime import random
-from autopar.runtime.moves import AxisGroup, group_names
+from autopar.runtime.moves import group_names
+from autopar.runtime.transfer import AxisGroup
 
 
 def connect(lines: Mapping[str, Sequence[Sequence[int]]], rank: int) -> dict[str, AxisGroup]:

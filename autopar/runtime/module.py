@@ -131,9 +131,8 @@ class ParallelModule(nn.Module):
         held = {s.path: _find(self, s.path) for s in sources if s.kind != "input"}
         stored = {path: value for path, value in held.items() if value is not None}
         local = dict(zip(stored, locals_of(list(stored.values())), strict=True))
-        for path, lifetime in lowered.lifetimes.items():
-            if path in local:
-                local[path] = self._wholes.tensor(path, stored[path], local[path], lifetime)
+        once = {p: (stored[p], local[p], life) for p, life in lowered.lifetimes.items() if p in local}
+        local.update(self._wholes.tensors(once))
         values: list[torch.Tensor | None] = []
         for source in sources:
             if source.kind == "input":

@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autopar.errors import PlanError
 from autopar.layout import chunk
-from autopar.runtime.moves import gradient_of, transfer
 from autopar.runtime.pipeline_program import PipelineProgram, Result
 from autopar.runtime.pipeline_results import joined
 from autopar.runtime.pipeline_rounds import Event, events
 from autopar.runtime.pipeline_step import Step
 from autopar.runtime.process_mesh import ProcessMesh
+from autopar.runtime.transfer import gradient_of, transfer
 from autopar.schedule.table import Schedule
 
 

@@ -20,7 +20,7 @@ from autopar.errors import MeshError
 from autopar.layout import Layout, Parts
 from autopar.mesh import LogicalMesh
 from autopar.runtime import checkpoint
-from autopar.runtime.moves import AxisGroup
+from autopar.runtime.transfer import AxisGroup
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,8 @@ from torch.fx.node import map_arg
 
 from autopar.layout import TRANSITIONS, chunk
 from autopar.mesh import LogicalMesh
-from autopar.runtime.moves import Uncut, gradient_of, max_over, move, parse_placement
+from autopar.runtime.moves import max_over, move
+from autopar.runtime.transfer import Uncut, gradient_of, parse_placement
 
 
 def run_ranks(graphs: Sequence[Graph], inputs: Sequence[Sequence[Any]], mesh: LogicalMesh) -> list[Any]:

@@ -23,7 +23,7 @@ every backward reduces.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.layout import Layout, Parts, local_parts
-from autopar.runtime.moves import transfer
 from autopar.runtime.offload import fetch, put
 from autopar.runtime.process_mesh import ProcessMesh
+from autopar.runtime.transfer import Move, transfer_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,97 @@ class Wholes:
     def __init__(self, mesh: ProcessMesh, accumulate: int) -> None:
         self.mesh, self.accumulate, self.sync = mesh, accumulate, True
         self._held: dict[tuple[str, Layout], Whole] = {}
+        self._awaited: set[Whole] = set()
+        self._arrived: list[tuple[Whole, torch.Tensor]] = []
 
-    def tensor(self, path: str, parameter: torch.Tensor, shard: torch.Tensor, lifetime: Lifetime) -> torch.Tensor:
-        """What the program reads; differentiable by the parameter."""
-        key = (path, lifetime.read)
-        if key not in self._held:
-            self._held[key] = Whole(lifetime, self)
-        whole = self._held[key]
-        whole.follow(parameter)
-        if lifetime.level == 1 and isinstance(parameter, DTensor):
-            return _Accumulate.apply(parameter, whole)
-        return _Gather.apply(shard, whole)
+    def tensors(self, once: Mapping[str, tuple[torch.Tensor, torch.Tensor, Lifetime]]) -> dict[str, torch.Tensor]:
+        """What the program reads, by path, of (parameter, its shard, lifetime); differentiable by the parameters.
+
+        One node of the autograd graph, so that gathers, and the reductions of what a backward hands over at once,
+        share buckets.
+        """
+        if not once:
+            return {}
+        wholes, sources = [], []
+        for path, (parameter, shard, lifetime) in once.items():
+            key = (path, lifetime.read)
+            if key not in self._held:
+                self._held[key] = Whole(lifetime, self)
+            self._held[key].follow(parameter)
+            wholes.append(self._held[key])
+            sources.append(parameter if lifetime.level == 1 and isinstance(parameter, DTensor) else shard)
+        return dict(zip(once, _Gather.apply(self, wholes, *sources), strict=True))
+
+    def gathered(self, wholes: Sequence[Whole], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that are kept and still hold are used again."""
+        keys = [(shard.data_ptr(), shard._version) for shard in shards]
+        missing = [i for i, whole in enumerate(wholes) if whole.value is None or whole.key != keys[i]]
+        values = [whole.value for whole in wholes]
+        with torch.inference_mode(False), torch.no_grad():  # kept for training, whatever this call is
+            sent = [wholes[i].sent(shards[i]) for i in missing]
+            steps = [wholes[i].steps for i in missing]
+            for i, value in zip(missing, self._moved(sent, steps), strict=True):
+                values[i] = value
+                if wholes[i].lifetime.kept:
+                    wholes[i].value, wholes[i].key = value, keys[i]
+        return values  # type: ignore[return-value]
+
+    def reduced(self, wholes: Sequence[Whole], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The shards' gradients of whole ones."""
+        dtypes = [whole.lifetime.dtypes for whole in wholes]
+        values = [g.to(d[1]) if d else g for g, d in zip(gradients, dtypes, strict=True)]
+        back = [[(g, "P", at, uncut) for g, at, _, uncut in reversed(whole.steps)] for whole in wholes]
+        return self._moved(values, back)
+
+    def _moved(self, values: list[torch.Tensor], steps: Sequence[Sequence[Move]]) -> list[torch.Tensor]:
+        """Each value by its own steps one after another; the first ones together, then the second ones, ..."""
+        for turn in range(max(map(len, steps), default=0)):
+            having = [i for i, of in enumerate(steps) if turn < len(of)]
+            moved = transfer_together([values[i] for i in having], [steps[i][turn] for i in having])
+            for i, value in zip(having, moved, strict=True):
+                values[i] = value
+        return values
+
+    def added(
+        self,
+        wholes: Sequence[Whole],
+        gradients: Sequence[torch.Tensor | None],
+        dtypes: Sequence[torch.dtype],
+        sync: bool,
+    ) -> list[torch.Tensor | None]:
+        """What one backward adds to each `.grad`: the shard's sum, or at level 1 a whole gradient as a part."""
+        out: list[torch.Tensor | None] = [None] * len(wholes)
+        now = []
+        for i, (whole, gradient) in enumerate(zip(wholes, gradients, strict=True)):
+            if gradient is not None and whole.stays_part(sync):
+                out[i] = whole.part(gradient)
+            elif gradient is not None:
+                now.append(i)
+        reduced = self.reduced([wholes[i] for i in now], [gradients[i] for i in now])  # type: ignore[misc]
+        for i, gradient in zip(now, reduced, strict=True):
+            out[i] = wholes[i].shard_gradient(gradient.to(dtypes[i]))
+        self._awaited |= {whole for whole, part in zip(wholes, out, strict=True) if part is not None and whole.due}
+        return out
+
+    def arrived(self, whole: Whole, parameter: torch.Tensor) -> None:
+        """A part was added to `.grad`; once the last of those that are due is, all are reduced together."""
+        if whole.due:
+            self._awaited.discard(whole)
+            self._arrived.append((whole, parameter))
+        if not self._awaited:
+            arrived, self._arrived = self._arrived, []
+            self.settle(arrived)
+
+    def settle(self, wholes: Sequence[tuple[Whole, torch.Tensor]]) -> None:
+        """Reduce the parts that `.grad`s hold, where they do."""
+        held = [(whole, parameter, whole.held(parameter)) for whole, parameter in wholes]
+        for whole, _, _ in held:
+            whole.due = False
+            self._awaited.discard(whole)
+        parts = [(whole, parameter, part.to_local()) for whole, parameter, part in held if part is not None]
+        sums = self.reduced([w for w, _, _ in parts], [whole.on_device(part) for whole, _, part in parts])
+        for (whole, parameter, _), gradient in zip(parts, sums, strict=True):
+            parameter.grad = whole.shard_gradient(gradient.to(parameter.dtype))
 
     def drop(self) -> None:
         """Parameters have changed: gather them again at their next use."""
@@ -88,31 +168,26 @@ class Whole:
         self.backwards = 0
         self.unsynced = self.due = False
         self.parameter: weakref.ref[torch.Tensor] | None = None
-        self.steps = _steps(owner.mesh, lifetime)
+        self.axes, self.steps = _steps(owner.mesh, lifetime)
 
     def follow(self, parameter: torch.Tensor) -> None:
         if self.parameter is None or self.parameter() is not parameter:
             self.parameter, self.value = weakref.ref(parameter), None
             FOLLOWED.add(self, parameter)
             if self.lifetime.level == 1 and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_settle_if_due(weakref.ref(self)))
+                parameter.register_post_accumulate_grad_hook(_tell_arrived(weakref.ref(self)))
 
-    def gathered(self, shard: torch.Tensor) -> torch.Tensor:
-        key = (shard.data_ptr(), shard._version)
-        if self.value is None or self.key != key:
-            with torch.inference_mode(False), torch.no_grad():  # kept for training, whatever this call is
-                value = shard.detach()
-                value = value.to(self.lifetime.dtypes[0]) if self.lifetime.dtypes else value
-                value = fetch(value, self.owner.mesh.device) if self.lifetime.host else value
-                for axis, part, uncut in self.steps:
-                    value = transfer(value, self.owner.mesh.groups[axis], f"S{part}", "R", uncut)
-            if not self.lifetime.kept:
-                return value
-            self.value, self.key = value, key
-        return self.value
+    def sent(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shard in the dtype, and on the device, that it is gathered in."""
+        value = shard.detach()
+        value = value.to(self.lifetime.dtypes[0]) if self.lifetime.dtypes else value
+        return fetch(value, self.owner.mesh.device) if self.lifetime.host else value
 
-    def added(self, parameter: DTensor, gradient: torch.Tensor, sync: bool) -> DTensor:
-        """At level 1: what is to be added to `.grad` for a whole gradient: itself as a part, or the shard's sum."""
+    def stays_part(self, sync: bool) -> bool:
+        """Is the gradient that a backward brings to be added up whole? Sets `due` if all are to be reduced then."""
+        parameter = self.dtensor()
+        if self.lifetime.level != 1 or parameter is None:
+            return False
         held = self.held(parameter)
         if held is None:
             self.backwards, self.unsynced = 0, False
@@ -120,17 +195,17 @@ class Whole:
         self.unsynced = self.unsynced or not sync
         due = sync and (self.unsynced or not self.backwards % self.owner.accumulate)
         if held is None and (due or parameter.grad is not None):
-            return self.shard_gradient(parameter, gradient)
+            return False
         self.due = due  # once it is added up: hooks on the parameter have seen each part by then, and each once
+        return True
+
+    def part(self, gradient: torch.Tensor) -> DTensor:
+        """A whole gradient as it is added to `.grad`."""
+        parameter = self.dtensor()
+        assert parameter is not None
         whole = gradient.to(parameter.dtype)
         whole = put(whole) if self.lifetime.host else whole.clone() if whole is gradient else whole
         return as_part(whole, parameter, self.partial(parameter))
-
-    def settle(self, parameter: torch.Tensor) -> None:
-        """Reduce the part that `.grad` holds, if it does."""
-        held, self.due = self.held(parameter), False
-        if held is not None and isinstance(parameter, DTensor):
-            parameter.grad = self.shard_gradient(parameter, self.on_device(held.to_local()))
 
     def held(self, parameter: torch.Tensor) -> DTensor | None:
         """`.grad`, if it is a part that this object can reduce."""
@@ -141,65 +216,51 @@ class Whole:
     def partial(self, parameter: DTensor) -> tuple[Any, ...]:
         """Placements of a whole gradient: each rank holds a part of the sum."""
         names, placements = parameter.device_mesh.mesh_dim_names or (), list(parameter.placements)
-        for axis, _, _ in self.steps:
+        for axis in self.axes:
             placements[names.index(axis)] = Partial()
         return tuple(placements)
 
-    def shard_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> DTensor:
-        gradient = self.reduced(gradient).to(parameter.dtype)
+    def shard_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient as the node of the graph that handed the shard out takes it."""
         gradient = put(gradient) if self.lifetime.host else gradient
+        parameter = self.dtensor()
+        if self.lifetime.level != 1 or parameter is None:
+            return gradient
         return as_part(gradient, parameter, tuple(parameter.placements))
+
+    def dtensor(self) -> DTensor | None:
+        parameter = self.parameter() if self.parameter is not None else None
+        return parameter if isinstance(parameter, DTensor) else None
 
     def on_device(self, value: torch.Tensor) -> torch.Tensor:
         return fetch(value, self.owner.mesh.device) if self.lifetime.host else value
 
-    def reduced(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The shard's gradient."""
-        gradient = gradient.to(self.lifetime.dtypes[1]) if self.lifetime.dtypes else gradient
-        for axis, part, uncut in reversed(self.steps):
-            gradient = transfer(gradient, self.owner.mesh.groups[axis], "P", f"S{part}", uncut)
-        return gradient
 
-
-def _settle_if_due(ref: weakref.ref[Whole]) -> Callable[[torch.Tensor], None]:
-    def settle(parameter: torch.Tensor) -> None:
+def _tell_arrived(ref: weakref.ref[Whole]) -> Callable[[torch.Tensor], None]:
+    def arrived(parameter: torch.Tensor) -> None:
         whole = ref()
-        if whole is not None and whole.due:
-            whole.settle(parameter)
+        if whole is not None:
+            whole.owner.arrived(whole, parameter)
 
-    return settle
+    return arrived
 
 
 class _Gather(torch.autograd.Function):
+    """From shards, and at level 1 from the DTensors themselves: their gradients may be parts."""
+
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, whole: Whole) -> torch.Tensor:
-        ctx.whole, ctx.dtype = whole, shard.dtype
+    def forward(ctx: Any, owner: Wholes, wholes: list[Whole], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.owner, ctx.wholes, ctx.sync = owner, wholes, owner.sync
+        ctx.dtypes = [source.dtype for source in sources]
         ctx.set_materialize_grads(False)  # an asynchronous pipeline may have none yet, on no rank of the group
-        return whole.gathered(shard).detach()
+        shards = [s.to_local().detach() if isinstance(s, DTensor) else s for s in sources]
+        values = [value.detach() for value in owner.gathered(wholes, shards)]
+        ctx.mark_non_differentiable(*(v for v, s in zip(values, sources, strict=True) if not s.requires_grad))
+        return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        if grads[0] is None:
-            return None, None
-        grad = ctx.whole.reduced(grads[0]).to(ctx.dtype)
-        return put(grad) if ctx.whole.lifetime.host else grad, None
-
-
-class _Accumulate(torch.autograd.Function):
-    """As `_Gather`, from the DTensor itself: its gradient may be a part."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor, whole: Whole) -> torch.Tensor:
-        ctx.whole, ctx.sync = whole, whole.owner.sync
-        ctx.set_materialize_grads(False)  # as above
-        return whole.gathered(parameter.to_local().detach()).detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        if grads[0] is None:
-            return None, None
-        parameter = ctx.whole.parameter()
-        return ctx.whole.added(parameter, grads[0], ctx.sync), None
+        return None, None, *ctx.owner.added(ctx.wholes, grads, ctx.dtypes, ctx.sync)
 
 
 def as_part(local: torch.Tensor, like: DTensor, placements: tuple[Any, ...]) -> DTensor:
@@ -209,17 +270,18 @@ def as_part(local: torch.Tensor, like: DTensor, placements: tuple[Any, ...]) -> 
     )
 
 
-def _steps(mesh: ProcessMesh, lifetime: Lifetime) -> Sequence[tuple[str, int, tuple[tuple[int, ...], ...]]]:
-    """(axis, part, uncut sizes) of each gather, inner axes first."""
-    out = []
+def _steps(mesh: ProcessMesh, lifetime: Lifetime) -> tuple[list[str], list[Move]]:
+    """The axes to gather over, inner ones first, and how."""
+    axes, moves = [], []
     at = lifetime.stored
     for a in reversed(range(len(at))):
         if at[a].kind == "S" and lifetime.read[a].kind != "S":
             part, without = at[a].part, (*at[:a], lifetime.read[a], *at[a + 1 :])
             uncut = local_parts(lifetime.parts, without, mesh.logical.sizes, mesh.coordinate).dims
-            out.append((mesh.logical.axes[a].name, part, uncut))
+            axes.append(mesh.logical.axes[a].name)
+            moves.append((mesh.groups[axes[-1]], f"S{part}", "R", uncut))
             at = without
-    return out
+    return axes, moves
 
 
 class _Followed:
@@ -246,9 +308,12 @@ class _Followed:
         return [(p, whole) for p, whole in held if whole is not None]
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        parts: dict[Wholes, list[tuple[Whole, torch.Tensor]]] = {}
         for parameter, whole in self._of(optimizer):
             if whole.lifetime.level == 1:
-                whole.settle(parameter)
+                parts.setdefault(whole.owner, []).append((whole, parameter))
+        for owner, wholes in parts.items():
+            owner.settle(wholes)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for _, whole in self._of(optimizer):

@@ -40,6 +40,9 @@ def check(case, found):
         backwards = 1 if how == "never synced" else 2
         whole = pin["zero"] == 1 and how != "plain"
         assert result["scatters"] == result["gathers"] * (1 if whole else backwards), f"{case}: {result}"
+        # all of a small model fits a bucket for each group: a gather, and a reduction a backward or a step
+        groups = 2 if mesh == "2x2" else 1
+        assert result["collectives"] <= once * groups * (1 + (1 if whole else backwards)), f"{case}: {result}"
 
 
 def test_two_ranks():

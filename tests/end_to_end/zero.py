@@ -6,7 +6,7 @@ from collections import Counter
 import torch
 
 import autopar
-from autopar.runtime import zero
+from autopar.runtime import transfer, zero
 from tests.end_to_end.parity import full
 from tests.end_to_end.small_models import BATCH, build, inputs, loss_of
 
@@ -31,17 +31,8 @@ def _case(name, mesh, pin, backend, how):
         accumulate=accumulate,
     )
     reference = build(name)
-    counts, real = Counter(), zero.transfer
-
-    def counted(x, group, source, target, uncut):
-        counts["gather" if target == "R" else "scatter"] += 1
-        return real(x, group, source, target, uncut)
-
-    zero.transfer = counted
-    try:
+    with _counting() as counts:
         errors = _train(m, reference, name, how)
-    finally:
-        zero.transfer = real
     shards = [p.to_local() for p in m.parameters()]
     return {
         "errors": errors,
@@ -49,9 +40,33 @@ def _case(name, mesh, pin, backend, how):
         "levels": Counter(entry["zero"] for entry in m.plan.params.values()),
         "gathers": counts["gather"] / STEPS,
         "scatters": counts["scatter"] / STEPS,
+        "collectives": counts["collective"] / STEPS,
         "share": sum(s.numel() for s in shards) / sum(p.numel() for p in m.parameters()),
         "gathered": m.plan.predicted["memory"]["gathered_and_loss"],
     }
+
+
+@contextlib.contextmanager
+def _counting():
+    """Values that are gathered and scattered, and the collectives that carry them."""
+    counts, together, one, bucket = Counter(), zero.transfer_together, transfer.transfer, transfer._start
+
+    def counted(values, moves):
+        counts.update("gather" if move[2] == "R" else "scatter" for move in moves)
+        return together(values, moves)
+
+    def sent(call):
+        def sends(*args):
+            counts["collective"] += 1
+            return call(*args)
+
+        return sends
+
+    zero.transfer_together, transfer.transfer, transfer._start = counted, sent(one), sent(bucket)
+    try:
+        yield counts
+    finally:
+        zero.transfer_together, transfer.transfer, transfer._start = together, one, bucket
 
 
 def _train(m, reference, name, how):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from autopar.runtime.moves import AxisGroup, use_groups
+from autopar.runtime.moves import use_groups
+from autopar.runtime.transfer import AxisGroup
 
 
 @contextmanager

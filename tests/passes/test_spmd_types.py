@@ -33,7 +33,8 @@ from autopar.pipeline import Prepared, carry_out, choose, lower, prepare
 from autopar.program import Program, record
 from autopar.request import make_request
 from autopar.rules.analyse import value_of
-from autopar.runtime.moves import max_over, move, parse_placement
+from autopar.runtime.moves import max_over, move
+from autopar.runtime.transfer import parse_placement
 
 aten = torch.ops.aten
 WORLD = 4
@@ -131,7 +132,7 @@ class Typed(Interpreter):
         return None if layout is None else {a: kinds[p.kind] for a, p in zip(self.axes.values(), layout, strict=True)}
 
     def cut_on(self, node: Node) -> set[Any]:
-        """Axes on which an untyped value is V: those of its layout, or inside the local program of one op its inputs'."""
+        """Axes on which an untyped value is V: by its layout, or inside the local program of one op by its inputs."""
         types = self.types_of(node)
         if types is None:
             return set().union(*(self.cut_on(m) for m in node.all_input_nodes))

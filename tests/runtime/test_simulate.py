@@ -10,8 +10,9 @@ from torch.fx import Graph
 
 from autopar.layout import TRANSITIONS, whole
 from autopar.mesh import Mesh, factor_axes
-from autopar.runtime.moves import gradient_of, move
+from autopar.runtime.moves import move
 from autopar.runtime.simulate import run_ranks, transfer_all
+from autopar.runtime.transfer import gradient_of
 
 RANKS = 3
 FULL = torch.arange(20.0, dtype=torch.float64).reshape(5, 4)
