@@ -48,7 +48,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """One output of the graph. kind: "user", or "buffer": the new value of the buffer `path`."""
+    """One output of the graph. kind: "user", or "state": the new value of the buffer or parameter `path`."""
 
     kind: str
     path: str = ""

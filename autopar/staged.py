@@ -259,7 +259,7 @@ class _Builder:
                 grad=grad,
                 shared=left and loss is not None and dtype != torch.bool,
                 wrap=self.wrap(i) if left else None,
-                buffer=self.prepared.program.sinks[i].kind == "buffer",
+                buffer=self.prepared.program.sinks[i].kind == "state",
             )
         return found
 

@@ -222,7 +222,7 @@ def _makers(program: Program, name: str) -> list[str]:
         i for path, i in outputs if name == "loss" and len(outputs) == 1
     ]
     wanted += [i for path, i in outputs if name == "loss" and path.endswith(LOSS_FIELD)]
-    wanted += [i for i, sink in enumerate(program.sinks) if sink.kind == "buffer" and sink.path == name]
+    wanted += [i for i, sink in enumerate(program.sinks) if sink.kind == "state" and sink.path == name]
     return [_named(results[i]) for i in wanted if isinstance(results[i], torch.fx.Node)]
 
 

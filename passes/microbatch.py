@@ -123,7 +123,7 @@ class _Divider:
                 self.state[value] = I if placement.kind == "R" and not grad else placement
         for i, sink in enumerate(self.analysis.program.sinks):
             result = _results(self.analysis.program)[i]
-            if sink.kind == "buffer" and isinstance(result, Node) and self.state[value_of(result)].kind not in "IR":
+            if sink.kind == "state" and isinstance(result, Node) and self.state[value_of(result)].kind not in "IR":
                 raise self.refusal(result, f"buffer {sink.path} is updated from the whole batch")
 
     def option(self, op: Op) -> str:

@@ -59,7 +59,7 @@ def _program(extra_op=False):
             Source("b_steps", "buffer", "steps"),
             Source("x", "input", "args[0]"),
         ),
-        sinks=(Sink("user"), Sink("buffer", "steps")),
+        sinks=(Sink("user"), Sink("state", "steps")),
         state={},
         ties={"head.weight": "up.weight"},
         in_spec=leaf,
@@ -85,7 +85,7 @@ block after:up:
   %split_tensor : (float32[2, 3, 3], float32[2, 3, 3]) = aten.split.Tensor(%linear_default, 3, dim=-1)  # model.py:43, kept whole
   %getitem : float32[2, 3, 3] = getitem(%split_tensor, 1)
   %add_tensor : int64[] = aten.add.Tensor(%b_steps, 1)
-return %getitem, buffer steps <- %add_tensor"""  # noqa: E501 - as a dump has it
+return %getitem, state steps <- %add_tensor"""  # noqa: E501 - as a dump has it
 
 
 def test_the_text_of_a_program():

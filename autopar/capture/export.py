@@ -63,10 +63,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     graph.output(copier.run(exported.graph_module))
     drop_unused(graph)
     _refuse_data_dependence(graph)
-    buffers = functionalise(graph, kinds, copier.no_grad)
-    sinks, out_values = _sinks(graph, exported, {sources.by_node[n].path: new for n, new in buffers.items()})
+    written = functionalise(graph, kinds, copier.no_grad)
+    sinks, out_values = _sinks(graph, exported, {sources.by_node[n].path: new for n, new in written.items()})
     carries = stop_gradients(graph, copier.no_grad, kinds)
-    _detach_buffers(graph, sinks, carries)
+    _detach_state(graph, sinks, carries)
     drop_noise(graph, carries)
     drop_unused(graph)
 
@@ -178,15 +178,15 @@ def _refuse_data_dependence(graph: Graph) -> None:
 
 
 def _sinks(
-    graph: Graph, exported: ExportedProgram, buffers: dict[str, Node]
+    graph: Graph, exported: ExportedProgram, written: dict[str, Node]
 ) -> tuple[tuple[Sink, ...], tuple[Any, ...]]:
-    """Make the output node a tuple: each tensor the user gets once, then new buffer values."""
+    """Make the output node a tuple: each tensor the user gets once, then new values of buffers and parameters."""
     output = next(iter(reversed(graph.nodes)))
     user: dict[Node, int] = {}
     values: list[Any] = []
     for result, spec in zip(output.args[0], exported.graph_signature.output_specs, strict=True):
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            buffers.setdefault(spec.target, result)
+            written.setdefault(spec.target, result)
         elif spec.kind is not OutputKind.USER_OUTPUT:
             raise CaptureError(
                 f"{spec.target or spec.arg}: forward has an effect of kind {spec.kind.name}; return the value"
@@ -195,16 +195,16 @@ def _sinks(
             values.append(OutputRef(user.setdefault(result, len(user))))
         else:
             values.append(result)
-    output.args = ((*user, *buffers.values()),)
-    return (*(Sink("user") for _ in user), *(Sink("buffer", path) for path in buffers)), tuple(values)
+    output.args = ((*user, *written.values()),)
+    return (*(Sink("user") for _ in user), *(Sink("state", path) for path in written)), tuple(values)
 
 
-def _detach_buffers(graph: Graph, sinks: tuple[Sink, ...], carries: set[Node]) -> None:
-    """A buffer's new value carries no gradient into the next step."""
+def _detach_state(graph: Graph, sinks: tuple[Sink, ...], carries: set[Node]) -> None:
+    """What is kept for the next step carries no gradient into it."""
     output = next(iter(reversed(graph.nodes)))
     results = list(output.args[0])
     for i, (sink, node) in enumerate(zip(sinks, results, strict=True)):
-        if sink.kind == "buffer" and node in carries:
+        if sink.kind == "state" and node in carries:
             with graph.inserting_before(output):
                 results[i] = graph.call_function(torch.ops.aten.detach.default, (node,))
             results[i].meta = {k: v for k, v in node.meta.items() if k != "custom"}

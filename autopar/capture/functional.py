@@ -1,13 +1,15 @@
 """Take in-place writes out of a captured graph; every other op stays as the user wrote it.
 
-Enters: a flat graph that may write in place, to buffers, to fresh tensors, or through views of them.
-Leaves: the same graph with values only, and the new value of each buffer that was written.
+Enters: a flat graph that may write in place, to buffers, parameters, fresh tensors, or through views of them.
+Leaves: the same graph with values only, and the new value of each buffer and parameter that was written.
     %v = select(%x, 0, 1) ; add_(%v, 1) ; f(%x)   ->   %v = select(%x, 0, 1) ; %a = add(%v, 1) ;
                                                        %x1 = select_scatter(%x, %a, 0, 1) ; f(%x1)
-Batch norm in training writes its statistics without saying so in its schema: they become explicit means.
-What is written under no_grad, or through detach, has the new values and the old gradient, as in torch.
-Refused: writes to parameters or constants, or through a view without an inverse here. A write to an input stays inside
-the graph: the caller's tensor is left as it was.
+Batch and instance norm in training write their statistics without saying so in their schema: they become explicit
+means.
+What is written under no_grad, or through detach, has the new values and the old gradient, as in torch: so a momentum
+encoder, or a weight that is clamped, keeps its gradient.
+Refused: writes to constants, or through a view without an inverse here. A write to an input stays inside the graph: the
+caller's tensor is left as it was.
 
 (torch's own functionalisation runs below autograd: it would replace batch norm and dropout by ops without a gradient,
 and lose where the user stopped gradients.)
@@ -15,6 +17,7 @@ and lose where the user stopped gradients.)
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -29,11 +32,11 @@ aten = torch.ops.aten
 
 _RENAMED = {"__iand__": "bitwise_and", "__ior__": "bitwise_or", "__ixor__": "bitwise_xor",
             "__ilshift__": "__lshift__", "__irshift__": "__rshift__", "normal_": "normal_functional"}  # fmt: skip
-_OVERLOADS = {("bernoulli_", "float"): "p"}
+_OVERLOADS = {("bernoulli_", "float"): "p", ("pow_", "Tensor"): "Tensor_Tensor",
+              ("float_power_", "Tensor"): "Tensor_Tensor", ("floor_divide_", "Tensor"): "default"}  # fmt: skip
 _ONLY_NAMED_IN_PLACE = ("detach_", "unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_")
 """They write no element: they are views."""
 _REFUSED = ("set_", "resize_", "as_strided_", "resize_as_")
-_UNWRITABLE = {"parameter": "a parameter", "constant": "a tensor that is no registered buffer"}
 _REMEDY = "write the result to a new tensor"
 
 # Views by what undoes them. Order-preserving ones are undone by a reshape.
@@ -73,7 +76,7 @@ def _stops(node: Node) -> bool:
 
 
 def functionalise(graph: Graph, kinds: dict[Node, str], no_grad: set[Node]) -> dict[Node, Node]:
-    """Rewrite `graph` (see the module docstring) and return {buffer's placeholder: its new value}.
+    """Rewrite `graph` (see the module docstring) and return {buffer's or parameter's placeholder: its new value}.
 
     kinds: the source kind of each placeholder. no_grad: nodes made under no_grad; new ones are added.
     Raises: CaptureError for the writes that are refused.
@@ -192,11 +195,10 @@ class _Rewriter:
             if unseen:  # a view is made again, with the gradient of what it is a view of
                 return
         else:
-            owner = _UNWRITABLE.get(self.kinds.get(node, ""))
-            if owner:
+            if self.kinds.get(node) == "constant":
                 raise refuse(
                     self.at,
-                    f"an in-place write to {owner} ({node.name})",
+                    f"an in-place write to a tensor that is no registered buffer ({node.name})",
                     "write it outside forward, or register a buffer",
                 )
             if unseen:
@@ -273,6 +275,10 @@ class _Rewriter:
             return self.emit(aten.full_like.default, old, node.args[1])
         if name in ("copy_", "fill_"):
             return self._fit(node.args[1], like)
+        if name == "fill_diagonal_" and like.dim() == 2 and len(node.args) == 2:
+            value = like.diagonal()
+            made = self.emit(aten.full.default, list(value.shape), node.args[1], dtype=like.dtype, device=like.device)
+            return self._scatter(aten.diagonal_scatter, old, made)
         renamed = _OVERLOADS.get((name, overload), overload)
         twin = getattr(getattr(aten, _RENAMED.get(name, name[:-1]), None), renamed, None)
         if written != [0] or twin is None or name in _REFUSED or not schema.name.startswith("aten::"):
@@ -303,27 +309,29 @@ class _Rewriter:
         return self.emit(aten.to.device, new, like.device, like.dtype)
 
     def _norm_statistics(self, node: Node) -> None:
-        """Write a batch norm's running mean and variance as means over the (global) batch; keep the norm itself pure.
+        """Write a norm's running mean and variance as means over the (global) batch; keep the norm itself pure.
 
         mean' = (1 - m) mean + m mean(x) ;  var' = (1 - m) var + m n/(n-1) mean((x - mean(x))^2)
+        n is what one mean is over: a channel of the batch, or of one sample (the batch's mean of those is kept).
         """
-        if node.target is not aten.batch_norm.default:
-            raise refuse(node, "instance norm with running statistics", "use track_running_stats=False")
         x, running_mean, running_var, momentum = node.args[0], node.args[3], node.args[4], node.args[6]
         mean_source, var_source = self.original[node][0][3:5]
         like = running_mean.meta["val"]
         shape, channels = x.meta["val"].shape, like.shape[0]
-        dims = [d for d in range(len(shape)) if d != 1]
-        count = x.meta["val"].numel() // channels
+        by_sample = node.target is aten.instance_norm.default
+        dims = [d for d in range(len(shape)) if d != 1 and (d or not by_sample)]
+        count = math.prod(shape[d] for d in dims)
         x = self.emit(aten.detach.default, x)
         if x.meta["val"].dtype != like.dtype:
             x = self.emit(aten.to.dtype, x, like.dtype)
         mean = self.emit(aten.mean.dim, x, dims, True)
         centred = self.emit(aten.sub.Tensor, x, mean)
-        var = self.emit(aten.mean.dim, self.emit(aten.mul.Tensor, centred, centred), dims)
+        var = self.emit(aten.mean.dim, self.emit(aten.mul.Tensor, centred, centred), dims, True)
+        if by_sample:
+            mean, var = (self.emit(aten.mean.dim, value, [0], True) for value in (mean, var))
         for source, running, new, scale in (
             (mean_source, running_mean, self.emit(aten.reshape.default, mean, [channels]), momentum),
-            (var_source, running_var, var, momentum * count / (count - 1)),
+            (var_source, running_var, self.emit(aten.reshape.default, var, [channels]), momentum * count / (count - 1)),
         ):
             kept = self.emit(aten.mul.Tensor, running, 1 - momentum)
             self.write(source, self.emit(aten.add.Tensor, kept, self.emit(aten.mul.Tensor, new, scale)))
@@ -344,8 +352,8 @@ class _Rewriter:
         return node
 
     def finish(self) -> dict[Node, Node]:
-        """Erase what has been replaced; {buffer's placeholder: new value}."""
+        """Erase what has been replaced; {buffer's or parameter's placeholder: new value}."""
         for node in reversed(self.written):
             self.graph.erase_node(node)
-        buffers = [n for n, kind in self.kinds.items() if kind == "buffer" and n in self.storage]
-        return {n: self.value[n] for n in buffers if self.version[self.storage[n]]}
+        held = [n for n, kind in self.kinds.items() if kind in ("buffer", "parameter") and n in self.storage]
+        return {n: self.value[n] for n in held if self.version[self.storage[n]]}

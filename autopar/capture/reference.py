@@ -34,7 +34,7 @@ def run_program(
         values[node] = node.target(*args, **kwargs)
     results = [values[n] for n in program.output.args[0]]
     outputs = [results[v.index] if isinstance(v, OutputRef) else v for v in program.out_values]
-    buffers = {s.path: r for s, r in zip(program.sinks, results, strict=True) if s.kind == "buffer"}
+    buffers = {s.path: r for s, r in zip(program.sinks, results, strict=True) if s.kind == "state"}
     return outputs, buffers
 
 

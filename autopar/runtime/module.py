@@ -121,13 +121,14 @@ class ParallelModule(nn.Module):
         values = self._values(lowered, inputs)
         with use_groups(self._mesh.groups), drawing(self._draws.next(self.training)):
             results = lowered.run(*values)
-        self._update_buffers(program, results)
+        self._update_state(program, results)
         outputs = [self._output(lowered, results, v) if isinstance(v, OutputRef) else v for v in program.out_values]
         return pytree.tree_unflatten(outputs, program.out_spec)
 
     def _values(self, lowered: Lowered, inputs: Iterator[torch.Tensor]) -> list[torch.Tensor | None]:
         """What the program computes with, source by source; None for a parameter of other stages."""
         sources = lowered.program.sources
+        written = {sink.path for sink in lowered.program.sinks if sink.kind == "state"}
         held = {s.path: _find(self, s.path) for s in sources if s.kind != "input"}
         stored = {path: value for path, value in held.items() if value is not None}
         local = dict(zip(stored, locals_of(list(stored.values())), strict=True))
@@ -138,7 +139,9 @@ class ParallelModule(nn.Module):
             if source.kind == "input":
                 values.append(next(inputs))
             elif source.path in local or source.path in self._owners:
-                values.append(local.get(source.path))
+                value = local.get(source.path)
+                # what is kept for the backward must outlive the write
+                values.append(value.clone() if value is not None and source.path in written else value)
             else:
                 values.append(lowered.program.state[source.path].to(self._mesh.device))
         return values
@@ -176,13 +179,17 @@ class ParallelModule(nn.Module):
             )
         self._first = False
 
-    def _update_buffers(self, program: Program, results: tuple[Any, ...]) -> None:
+    def _update_state(self, program: Program, results: tuple[Any, ...]) -> None:
+        """Keep what forward wrote to buffers and parameters; each rank has the whole new value."""
         with torch.no_grad():
             for sink, value in zip(program.sinks, results, strict=True):
-                if sink.kind == "buffer":
-                    buffer = _find(self, sink.path)
-                    assert buffer is not None
-                    buffer.copy_(value)
+                held = _find(self, sink.path) if sink.kind == "state" else None
+                if isinstance(held, DTensor):
+                    parts, layout = self._shards[sink.path]
+                    mine = shard_of(value, parts, layout, self._mesh.logical.sizes, self._mesh.coordinate)
+                    held.to_local().copy_(mine)
+                elif held is not None:
+                    held.copy_(value)
 
     def _output(self, lowered: Lowered, results: tuple[Any, ...], ref: OutputRef) -> Any:
         parts, layout, kind = lowered.sinks[ref.index]

@@ -166,7 +166,7 @@ def test_model_and_random_state_are_unchanged():
     assert all(m.training for m in model.modules())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert {s.path for s in program.sinks if s.kind == "buffer"} == {n for n, _ in model.named_buffers()}
+    assert {s.path for s in program.sinks if s.kind == "state"} == {n for n, _ in model.named_buffers()}
 
 
 def test_what_a_first_call_installs_is_installed_once():

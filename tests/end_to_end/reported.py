@@ -97,6 +97,24 @@ class Tables(nn.Module):
         return F.logsigmoid((self.one(ids) * self.other(others)).sum(-1)).mean()
 
 
+class Momentum(nn.Module):
+    """forward moves a frozen encoder after the other one, and keeps a weight small."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 8)
+        self.key.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                mine.mul_(0.9).add_(other, alpha=0.1)
+            self.head.weight.mul_(0.95).clamp_(-0.2, 0.2)
+            wanted = F.normalize(self.key(x.flip(0)), dim=-1)
+        found = F.normalize(self.head(torch.relu(self.query(x))), dim=-1)
+        return F.cross_entropy(found @ wanted.T / 0.2, torch.arange(len(x)))
+
+
 def _cases():
     g = torch.Generator().manual_seed(2)
 
@@ -114,6 +132,7 @@ def _cases():
         Translator: (real(SAMPLES, 5, 8), real(SAMPLES, 3, 8)),
         Opaque: (real(SAMPLES, 6),),
         Tables: (whole(0, 20, SAMPLES), whole(0, 20, SAMPLES)),
+        Momentum: (real(SAMPLES, 6),),
     }
 
 
@@ -123,7 +142,7 @@ def _built(kind):
 
 
 def errors(payload):
-    """{"<model> <role>": largest relative error of loss and gradients}; infinite where one gradient is missing."""
+    """{"<model> <role>": largest relative error of loss, gradients, state}; infinite where one gradient is missing."""
     size = payload["ranks"]
     found = {}
     for kind, args in _cases().items():
@@ -140,6 +159,9 @@ def errors(payload):
             floor = 1e-6 * max(float(p.grad.abs().max()) for p in eager.parameters() if p.grad is not None)
             for name, parameter in eager.named_parameters():
                 worst = max(worst, _error(own[name].grad, parameter.grad, floor))
+            after = m.full_state_dict()
+            for name, value in eager.state_dict().items():
+                worst = max(worst, _error(after[name], value, 1.0))
             found[f"{kind.__name__} {role}"] = worst if m.plan.degrees[role] == size else f"{m.plan.degrees}"
     return found
 

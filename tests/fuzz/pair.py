@@ -114,7 +114,7 @@ class _EagerRun:
             if isinstance(reference, OutputRef):
                 sinks[reference.index] = value
         for i, sink in enumerate(program.sinks):
-            if sink.kind == "buffer":
+            if sink.kind == "state":
                 sinks[i] = self.state[sink.path]
         feeds = iter(self.inputs)
         grads = {}
