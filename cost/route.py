@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +114,7 @@ def routes(
     for axis, logical in enumerate(mesh.axes):
         uncut_bytes = _uncut_bytes(parts, kinds, codes, axis, mesh) * element_bytes
         inner = [np.any(codes[:, axis + 1 :] == k, axis=1) for k in range(len(kinds))]
+        price = _Prices(logical, profile, wire, uncut_bytes)
         stride = len(kinds) ** (len(mesh.axes) - 1 - axis)
         for (i, source), (j, target) in itertools.permutations(enumerate(kinds), 2):
             rows = codes[:, axis] == i
@@ -123,8 +124,7 @@ def routes(
                 rows &= ~inner[j]
             at = np.flatnonzero(rows)
             strided = any(p.kind == "S" and math.prod(parts.flat[: p.part]) > 1 for p in (source, target))
-            price = _Price(logical, profile, strided, wire)
-            forward_s, backward_s = price.transition_s(source, target, uncut_bytes[at])
+            forward_s, backward_s = (every[at] for every in price.transition_s(source, target, strided))
             ahead[at, at + (j - i) * stride] = forward_s
             backward_s = backward_s if takes_gradient else 0.0 * backward_s
             shown_s = (forward_s + backward_s) * wire.shown / wire.share if gathers(source, target) else 0.0
@@ -152,30 +152,38 @@ def _uncut_bytes(parts: Parts, kinds: list[Placement], codes: Ints, axis: int, m
 
 
 @dataclass(frozen=True, slots=True)
-class _Price:
-    """Seconds of transitions on one axis."""
+class _Prices:
+    """Seconds of transitions on one axis, for every state; few primitives make up all transitions."""
 
     axis: Axis
     profile: Profile
-    strided: bool
-    """Does a shard lie in pieces, so that a collective needs a copy into or out of rows?"""
     wire: Wire
+    uncut_bytes: Floats
+    """Of the buffers, when the axis does not cut them."""
+    known: dict[tuple[str, bool, bool], Floats] = field(default_factory=dict)
 
-    def transition_s(self, source: Placement, target: Placement, uncut_bytes: Floats) -> tuple[Floats, Floats]:
-        """Forward and backward, for buffers of these sizes when the axis does not cut them."""
+    def transition_s(self, source: Placement, target: Placement, strided: bool) -> tuple[Floats, Floats]:
+        """Forward and backward. strided: a shard lies in pieces, so that a collective needs a copy into or out of
+        rows.
+        """
         row = TRANSITIONS[source.kind, target.kind]
-        return self.primitive_s(row.forward, uncut_bytes), self.primitive_s(
-            row.backward, uncut_bytes * self.wire.reduced
-        )
+        return self._once(row.forward, strided, False), self._once(row.backward, strided, True)
 
-    def primitive_s(self, primitive: str, uncut_bytes: Floats) -> Floats:
+    def _once(self, primitive: str, strided: bool, backward: bool) -> Floats:
+        key = primitive, strided, backward
+        if key not in self.known:
+            size = self.uncut_bytes * self.wire.reduced if backward else self.uncut_bytes
+            self.known[key] = self._primitive_s(primitive, strided, size)
+        return self.known[key]
+
+    def _primitive_s(self, primitive: str, strided: bool, uncut_bytes: Floats) -> Floats:
         if primitive == "nothing":
             return np.full(len(uncut_bytes), STEP_S)
         if primitive in FREE:
             moved = uncut_bytes / self.axis.size if primitive == "slice" else uncut_bytes
             return STEP_S + np.asarray(memory_bound_s(2 * moved, self.profile))
         size = uncut_bytes / self.axis.size if primitive == "all_to_all" else uncut_bytes
-        rows = self.strided and primitive != "all_reduce"
+        rows = strided and primitive != "all_reduce"
         copy_s = np.asarray(memory_bound_s(2 * size, self.profile)) if rows else 0.0
         wire = self.wire
         # a tensor axis cuts most parameters of a block: the few that it leaves whole have nothing to be sent with

@@ -29,6 +29,7 @@ from autopar.capture.functional import functionalise
 from autopar.capture.functions import keep_functions
 from autopar.capture.graph import Copier, drop_noise, drop_unused, regions_flat, stop_gradients
 from autopar.capture.inputs import register_dataclasses, separate
+from autopar.capture.lines import user_lines
 from autopar.capture.refused import calls_refused, refuse_hooks
 from autopar.capture.rewritten import values_unread
 from autopar.capture.sources import make_sources
@@ -49,7 +50,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     try:
         with (
             unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), values_unchecked(), data_detached(),
-            calls_refused(), regions_flat(), vmap_unrolled(), values_unread(), torch.enable_grad(),
+            calls_refused(), regions_flat(), vmap_unrolled(), values_unread(), user_lines(), torch.enable_grad(),
         ):  # fmt: skip
             model.register_forward_hook(lambda module, given, result: register_dataclasses(result))
             exported = torch.export.export(model, copied_args, copied_kwargs, strict=False)

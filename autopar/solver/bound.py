@@ -108,12 +108,13 @@ def minimise(
     messages: Messages | None = None,
     bounds: bool = False,
     start: Sequence[int] | None = None,
+    enough: float = math.inf,
 ) -> Minimum:
     """The cheapest assignment and a bound.
 
     Args:    deadline_s: on `time.monotonic`'s clock. messages: of an earlier call on the same edges; overwritten in
              place, so that the next call starts from there. bounds: give `lower` even where elimination is enough.
-             start: an assignment to begin with.
+             start: an assignment to begin with. enough: a bound of this much ends the search for a better one.
     """
     if not bounds:
         order = elimination_order(priced, work=EASY_WORK)
@@ -129,6 +130,8 @@ def minimise(
         decoded = descend(priced, ascent.sweep(forward=count % 2 == 0))
         if (found := priced.value(decoded)) < value:
             best, value = tuple(decoded), found
+        if ascent.bound >= enough:
+            return Minimum(best, value, ascent.bound, False, tuple(ascent.lower))
         if time.monotonic() > deadline_s:
             break
         if count % 4 == 3:

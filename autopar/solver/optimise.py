@@ -174,7 +174,7 @@ def _bounds(
             incumbent.offer(current.expand(inner.options), inner.source)
         return _Bounds(bound_s, lower or [np.full(c.cost_s.size, bound_s) for c in problem.choices])
 
-    free = minimise(price(problem, 0.0), deadline_s)
+    free = minimise(price(problem, 0.0), deadline_s, enough=beaten_s)
     cost_s, memory_bytes = evaluate(problem, free.options)
     if free.exact and not math.isfinite(cost_s):
         return _Bounds(math.inf, ())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.solver import Problem
-from autopar.solver.bound import descend, minimise, surviving
+from autopar.solver.bound import _Ascent, descend, minimise, surviving
 from autopar.solver.eliminate import eliminate, elimination_order, price
 from autopar.solver.reduce import NoOptionError, simplify
 from tests.solver.random_problems import layered_problem, random_problem
@@ -89,3 +89,14 @@ def test_descend_never_gets_worse_and_ends_where_no_single_change_helps() -> Non
         for option in range(8):
             changed = [*end[:choice], option, *end[choice + 1 :]]
             assert priced.value(changed) >= priced.value(end) - 1e-12
+
+
+def test_a_bound_that_is_enough_ends_the_ascent(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced = price(simplify(layered_problem(choices=30, options=20, seed=4)).problem, 0.0)
+    best = minimise(priced, time.monotonic() + 30, bounds=True).value
+    sweeps, sweep = [], _Ascent.sweep
+    monkeypatch.setattr(_Ascent, "sweep", lambda *args, **kwargs: sweeps.append(1) or sweep(*args, **kwargs))
+    found = minimise(priced, time.monotonic() + 30, bounds=True, enough=0.5 * best)
+    assert 0.5 * best <= found.bound <= best
+    assert not found.exact
+    assert len(sweeps) < 3
