@@ -12,7 +12,7 @@ choices stand for; `decide.decide` turns a solution into the `Decisions` of the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,7 +139,7 @@ class _Builder:
             choices,
             tuple(self.edges),
             float(self.settings.memory_bytes),
-            self.options.covers(self.op_choice, self.op_strategies),
+            (*self.options.covers(self.op_choice, self.op_strategies), *self.stored_covers()),
         )
         return Built(
             problem=problem,
@@ -225,6 +225,18 @@ class _Builder:
             path, price.update_s * count, price.memory_bytes * count, {0: layouts}
         )
         self.storage_layouts[node], self.storage_prices[node] = layouts, price
+
+    def stored_covers(self) -> Iterator[tuple[tuple[int, int], ...]]:
+        """A pinned tensor axis divides some parameter's memory where any can be: slices of whole ones are no tp."""
+        for a, axis in enumerate(self.mesh.axes):
+            row = tuple(
+                (self.storage_choice[node], i)
+                for node, layouts in self.storage_layouts.items()
+                for i, layout in enumerate(layouts)
+                if layout[a].kind == "S"
+            )
+            if axis.role == "tp" and row and self.settings.fixed is None:
+                yield row
 
     # values: who reads them
 
