@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from autopar.errors import PlanError
 from autopar.mesh import LogicalMesh
 from autopar.pins import Pins
@@ -22,6 +24,10 @@ from autopar.rules.refine import Factor
 
 NORMS = ("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm", "aten.mean.dim")
 """Also the mean of squares of a norm that is written out."""
+
+
+PICKS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
+"""Rows of one operand in the order that another one says."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +62,8 @@ class Roles:
 
     def _pass_on_rows(self, op: Op, found: set[int], rows: set[str]) -> None:
         """Rows of the batch go in, as many rows come out, and the op cannot be cut along them (it sorts them, or has
-        no rule): what comes out is rows of the batch, too. This names a role; it says nothing about the numbers.
+        no rule) or picks them in an order of its own (a shuffled batch): what comes out is rows of the batch, too. This
+        names a role; it says nothing about the numbers.
 
         found: classes that are the batch, grows. rows: values whose rows are the batch and that no factor cuts.
         """
@@ -70,10 +77,11 @@ class Roles:
             for v in op.ins
             if (place := first(v)) is not None and (v in rows or classes.get(place) in found)
         }
+        picks = op.node.target in PICKS
         cut = {(v, p) for f in op.factors for v, p in zip((*op.ins, *op.outs), (*f.ins, *f.outs), strict=True)}
         for value in op.outs:
             place = first(value)
-            if place is None or place in cut or parts[value].shape[0] not in sizes:
+            if place is None or (place in cut and not picks) or parts[value].shape[0] not in sizes:
                 continue
             if place in classes:
                 found.add(classes[place])

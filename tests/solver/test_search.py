@@ -59,6 +59,19 @@ class Tables(torch.nn.Module):
         return (self.one(ids) * self.other(ids)).sum(-1).sigmoid().mean()
 
 
+class TiedTable(torch.nn.Module):
+    """A table so small that slices of a whole one would be cheaper than parts of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(12, 8)
+
+    def forward(self, ids):
+        x = torch.nn.functional.layer_norm(self.table(ids) * 8**0.5, (8,))
+        scores = 30 * torch.tanh(x @ self.table.weight.T * 8**-0.5 / 30)
+        return torch.nn.functional.cross_entropy(scores.transpose(1, 2), ids)
+
+
 class Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -80,7 +93,10 @@ class AfterWhole(torch.nn.Module):
         return self.fc(self.between(x)).square().mean()
 
 
-@pytest.mark.parametrize("between", [Opaque.apply, lambda x: x.cumsum(0), lambda x: x.sort(0).values.sin()])
+BETWEEN = [Opaque.apply, lambda x: x.cumsum(0), lambda x: x.sort(0).values.sin(), lambda x: x[torch.randperm(4)]]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
 def test_what_an_uncuttable_op_gives_for_the_batch_is_the_batch(between):
     found = autopar.plan(
         AfterWhole(between), autopar.Mesh("2", device="cpu"), example_args=(torch.randn(4, 6),), pin={"dp": 2}
@@ -95,6 +111,7 @@ def test_what_an_uncuttable_op_gives_for_the_batch_is_the_batch(between):
         (Convolution, torch.randn(6, 3, 7), {"dp": 4}),
         (Tables, torch.arange(8), {"tp": 2}),
         (Tables, torch.arange(8), {"tp": 4}),
+        (TiedTable, torch.arange(12).view(2, 6), {"tp": 2}),
     ],
 )
 def test_a_pin_is_kept_where_the_parameters_or_the_batch_can_be_cut(model, batch, pin):
