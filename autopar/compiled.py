@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import linecache
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,13 +21,15 @@ from autopar.dump import Dump
 from autopar.dump_lowered import backward_text, forward_text, kernels_text
 from autopar.passes.fill_buckets import FillBuckets
 from autopar.passes.fuse import Fuse
-from autopar.passes.lower import Graphs, Partition, boxed, lower_to_graphs
+from autopar.passes.inline import Inline
+from autopar.passes.lower import Graphs, Partition, boxed, decompositions_of, lower_to_graphs
 from autopar.passes.merge_collectives import MergeCollectives, MergeGathers
 from autopar.passes.overlap import Overlap, Prefetch
 from autopar.passes.reuse import Reuse
 from autopar.passes.split_backward import SplitBackward
 from autopar.passes.stream_cross_entropy import StreamCrossEntropy
 from autopar.program import Program, record
+from autopar.repeated import Repeats
 from autopar.runtime.backward_split import splittable
 from autopar.user_function import op_text
 
@@ -64,32 +66,51 @@ class Compiled:
             return self.eager(*values)
         if wanted in self.trained:
             return self.trained[wanted](*values)
+        blocks = Repeats(self.program.graph, decompositions_of(self.backend == "inductor"))
+        if blocks.places:
+            with suppress(NotLowered):  # the whole program is traced then, and what is refused in it is told
+                return self._lowered(wanted, values, blocks)
+        try:
+            return self._lowered(wanted, values, None)
+        except NotLowered as refused:
+            warnings.warn(str(refused), stacklevel=2)
+            self.trained[wanted] = self.eager
+            return self.eager(*values)
+
+    def _lowered(self, wanted: tuple[bool, ...], values: Sequence[torch.Tensor], blocks: Repeats | None) -> Any:
+        """Lower and run; equal blocks are traced once when they are given.
+
+        Raises: NotLowered: AOTAutograd refuses the program.
+        """
         # the interpreter hands each node's record on to the traced nodes; calling the module would lose it
-        interpreter = _Following(self.eager)
-        parameters = frozenset(i for i, s in enumerate(self.program.sources) if s.kind == "parameter")
+        interpreter = _Following(self.eager, graph=None if blocks is None else blocks.graph)
         made = len(self.graphs)
-        mode = self.fusing(values[0].device.type) if self.backend == "aot" else None
+        run = self._lowering(interpreter.run, values[0].device.type, blocks)
+        try:
+            with warnings.catch_warnings(), _unobserved(), nullcontext() if blocks is None else blocks.known():
+                # anomaly mode, in which AOTAutograd traces, tells of a refusal in a warning of many lines
+                warnings.filterwarnings("ignore", "Error detected in")
+                results = run(*values)
+        except Exception as error:
+            if len(self.graphs) > made:  # it was lowered: the error is one of running it
+                raise
+            raise NotLowered(_refusal(error, interpreter.at)) from error
+        self.trained[wanted] = run
+        return results
+
+    def _lowering(self, run: Callable[..., Any], device: str, blocks: Repeats | None) -> Callable[..., Any]:
+        """A function that lowers `run` on its first call."""
+        parameters = frozenset(i for i, s in enumerate(self.program.sources) if s.kind == "parameter")
+        mode = self.fusing(device) if self.backend == "aot" else None
         cut, inductor = Partition(parameters, self.recompute), self.backend == "inductor"
         passes = PASSES if mode is None else (*PASSES, Fuse(mode).run)
         if not inductor and not self.split:  # Inductor reuses memory itself; a split graph is run in another order
             passes = (*passes, FillBuckets().run, Reuse().run)
         late = self.split_backward if self.split else None
         early = () if mode is None else (StreamCrossEntropy().run,)
-        run = lower_to_graphs(interpreter.run, cut, passes, self.told, inductor, late, early)
-        try:
-            with warnings.catch_warnings():
-                # anomaly mode, in which AOTAutograd traces, tells of a refusal in a warning of many lines
-                warnings.filterwarnings("ignore", "Error detected in")
-                with _unobserved():
-                    results = run(*values)
-        except Exception as error:
-            if len(self.graphs) > made:  # it was lowered: the error is one of running it
-                raise
-            warnings.warn(_refusal(error, interpreter.at), stacklevel=2)
-            self.trained[wanted] = self.eager
-            return self.eager(*values)
-        self.trained[wanted] = run
-        return results
+        if blocks is not None:
+            early = (Inline(blocks.places).run, *early)
+        return lower_to_graphs(run, cut, passes, self.told, inductor, late, early)
 
     @property
     def splits(self) -> bool:
@@ -118,6 +139,10 @@ class Compiled:
 def _unobserved() -> AbstractContextManager[Any]:
     """Without the user's dispatch modes (a flop counter, a memory tracker): traced under one, ops fall into others."""
     return getattr(torch.utils._python_dispatch, "_disable_current_modes", nullcontext)()
+
+
+class NotLowered(Exception):
+    """AOTAutograd refuses a program; the message is one line."""
 
 
 class _Following(Interpreter):

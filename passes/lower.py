@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,21 +92,9 @@ class _Cut:
         self.policy, self.nodes = policy, list(graph.nodes)
         self.places = [n for n in self.nodes if n.op == "placeholder"]
         self.results = {n for n in results if isinstance(n, Node)}
-        tangents = [n for n in self.places if "tangents" in str(n.target)]
-        # what autograd's formulas make of forward values alone (2 x, for a square) is of the backward, too
-        self.late = self.closure(
-            [*tangents, *(n for n in self.nodes if n.meta.get("partitioner_tag") == "is_backward")]
-        )
-        self.primals = [n for n in self.places if n not in tangents]
-        self.of_inputs = self.closure(n for i, n in enumerate(self.primals) if i not in policy.parameters)
-
-    def closure(self, roots: Iterable[Node]) -> set[Node]:
-        """The nodes that depend on some of the roots."""
-        found = set(roots)
-        for node in self.nodes:
-            if any(i in found for i in node.all_input_nodes):
-                found.add(node)
-        return found
+        self.late = late_nodes(self.nodes)
+        self.primals = [n for n in self.places if n not in self.late]
+        self.of_inputs = dependents(self.nodes, (n for i, n in enumerate(self.primals) if i not in policy.parameters))
 
     def made_again(self, node: Node) -> bool:
         if node.op != "call_function" or node in self.late or _draws(node):
@@ -207,6 +196,23 @@ def _emit(graph: Graph, node: Node, copies: dict[Node, Node]) -> None:
         pending.pop()
         if at not in copies:
             copies[at] = graph.node_copy(at, copies.__getitem__)
+
+
+def late_nodes(nodes: Sequence[Node]) -> set[Node]:
+    """The nodes of a joint graph that belong to the backward, gradients that come in included. What autograd's formulas
+    make of forward values alone (2 x, for a square) does, too.
+    """
+    tangents = (n for n in nodes if n.op == "placeholder" and "tangents" in str(n.target))
+    return dependents(nodes, (*tangents, *(n for n in nodes if n.meta.get("partitioner_tag") == "is_backward")))
+
+
+def dependents(nodes: Sequence[Node], roots: Iterable[Node]) -> set[Node]:
+    """The nodes that depend on some of the roots, and these."""
+    found = set(roots)
+    for node in nodes:
+        if any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
@@ -314,10 +320,44 @@ def lower_to_graphs(
         late = backward_of or boxed
         return aot_function(run, compiled, lambda module, inputs: late(module), partition_fn=cut)
     from torch._inductor.compile_fx import compile_fx_inner
+
+    return aot_function(
+        run, compile_fx_inner, compile_fx_inner, partition_fn=cut, decompositions=decompositions_of(inductor)
+    )
+
+
+def decompositions_of(inductor: bool) -> dict[Any, Callable[..., Any]] | None:
+    """How ops are taken apart when they are traced: as Inductor wants them, or as AOTAutograd does by itself."""
+    if not inductor:
+        return None
     from torch._inductor.decomposition import select_decomp_table
 
-    table = select_decomp_table()
-    return aot_function(run, compile_fx_inner, compile_fx_inner, partition_fn=cut, decompositions=table)
+    return select_decomp_table()
+
+
+class _Traced(Exception):
+    """The joint graph is there; nothing is to be run."""
+
+
+def trace_joint(
+    run: Callable[..., Any], values: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]] | None
+) -> tuple[Graph, int]:
+    """The joint graph of a function of tensors, which may be fake, and how many of its results are the forward's."""
+    from functorch.compile import aot_function
+
+    found: list[tuple[Graph, int]] = []
+
+    def traced(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        found.append((joint.graph, num_fwd_outputs))
+        raise _Traced
+
+    def without_gradients(module: GraphModule, inputs: Any) -> Any:
+        return traced(module, inputs, num_fwd_outputs=len(_output(module.graph).args[0]))  # type: ignore[arg-type]
+
+    with suppress(_Traced):
+        table = dict(decompositions) if decompositions is not None else None
+        aot_function(run, without_gradients, partition_fn=traced, decompositions=table)(*values)
+    return found[0]
 
 
 def _loosen(module: GraphModule) -> None:

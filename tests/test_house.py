@@ -34,7 +34,7 @@ TIERS = (
     },
     {"capture", "rules", "runtime", "dump", "outputs"},
     {"cost"},
-    {"passes", "codegen", "compiled", "dump_lowered", "lifetime"},
+    {"passes", "codegen", "compiled", "dump_lowered", "lifetime", "repeated"},
     {"solver"},
     {"pipeline", "request", "staged"},
     {"assemble"},
