@@ -26,6 +26,7 @@ class Framework:
              ahead: ZeRO-3 gathers the next layer beside compute, on any device. each: ZeRO-2 reduces in every
              micro-batch. beside: collectives run beside compute, on devices since H100.
              dropout: its GPTs of before H100 had dropout. widened: fp16 gradients are copied to fp32 for the update.
+             waits: the host waits for the device at each recomputed layer.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Framework:
     beside: bool
     dropout: bool
     widened: bool
+    waits: bool = False
 
 
 FRAMEWORKS = (
@@ -50,6 +52,18 @@ FRAMEWORKS = (
         beside=False,
         dropout=False,
         widened=True,
+    ),
+    Framework(
+        "megatron-deepspeed",
+        r"megatron.?deepspeed",
+        fused=True,
+        zero=(1,),
+        ahead=False,
+        each=True,
+        beside=True,
+        dropout=True,
+        widened=True,
+        waits=True,
     ),
     Framework(
         "megatron",

@@ -150,6 +150,7 @@ def run_of(row: Published, rows: Sequence[Published]) -> tuple[Run, tuple[str, .
         flat_ring=not (framework.ahead or new_device or compiled),
         widened=framework.widened and row.precision == "fp16",
         reduce_each=framework.each,
+        waits=framework.waits,
         moment_bytes=0 if "adafactor" in row.note else 8,
     )
     if row.recompute not in ("none", "selective", "full"):

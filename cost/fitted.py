@@ -28,26 +28,29 @@ class Fitted:
              accumulate_fraction: share of the traffic of gradient accumulation that matmuls do not absorb.
              send_sync_s: a pipeline send waits for both hosts. collective_sync_s: what a collective in line costs
              besides the wire, mostly the wait for the last rank.
+             checkpoint_wait_s: what a recomputed layer costs besides, each micro-batch, where the host waits for the
+             device at it (Megatron-DeepSpeed's checkpoints copy the states of random generators to and fro).
              straggler_fraction: slowdown for each doubling of the nodes: the slowest of many sets the pace.
              step_s: fixed cost of a step: data, gradient norm, loss scale, host.
              update_traffic: bytes that the optimizer moves over those it must. norm_traffic: whether the loop takes the
              gradients' norm, scales and clears them.
     """
 
-    eager_traffic: float = 2.3
+    eager_traffic: float = 2.42
     fused_traffic: float = 1.4
     logit_traffic: float = 0.7
-    score_traffic: float = 1.09
+    score_traffic: float = 1.207
     host_kernel_s: float = 6e-06
-    flash_half_dim: float = 12.9
-    flash_backward: float = 0.727
-    odd_head_fraction: float = 0.0749
+    flash_half_dim: float = 12.3
+    flash_backward: float = 0.714
+    odd_head_fraction: float = 0.0887
     overlap_slowdown: float = 0.528
     accumulate_fraction: float = 0.358
-    send_sync_s: float = 0.000164
+    send_sync_s: float = 0.000167
     collective_sync_s: float = 1.82e-05
-    straggler_fraction: float = 0.00995
-    step_s: float = 0.0126
+    checkpoint_wait_s: float = 0.00612
+    straggler_fraction: float = 0.00853
+    step_s: float = 0.0133
     update_traffic: float = 1.0
     norm_traffic: float = 1.0
 
@@ -86,7 +89,7 @@ It is what is assumed of published runs of compiled FSDP, too.
 ON_CPU = Software(
     Fitted(
         eager_traffic=1.0, logit_traffic=1.0, host_kernel_s=0.0, flash_half_dim=0.0, odd_head_fraction=1.0,
-        overlap_slowdown=1.0, send_sync_s=0.0, collective_sync_s=0.0, straggler_fraction=0.0, step_s=0.0,
+        overlap_slowdown=1.0, send_sync_s=0.0, collective_sync_s=0.0, checkpoint_wait_s=0.0, straggler_fraction=0.0, step_s=0.0,
         norm_traffic=0.0,
     ),
     fused=False,

@@ -91,6 +91,7 @@ def stages(run: Run, fitted: Fitted = FITTED) -> list[Stage]:
         total += one * share
         again += share * {"none": 0.0, "selective": one.attention_s, "full": one.forward_s}[run.recompute]
         exposed += share * (forward_wire * (2 if run.recompute == "full" else 1) + backward_wire)
+    again += fitted.checkpoint_wait_s if run.waits and run.recompute != "none" else 0.0
     ends = embedding(model, shard, profile), head(model, shard, profile, fitted)
     whole, tp = activation_message_bytes(run), run.axes["tp"]
     end_wires = (

@@ -36,6 +36,7 @@ class Run:
              overlap: collectives of tensor and data parallelism, and sends between chunks, run beside compute.
              reduce_each: ZeRO-2 without a pipeline reduces gradients in every micro-batch, as FSDP does.
              moment_bytes: of the optimizer a parameter, beside the master weights: 8 with Adam's two moments.
+             waits: the host waits for the device at each recomputed layer.
              prefetch: ZeRO-3 gathers the next layer, and reduces the last one, beside compute. flat_ring: its rings
              cross nodes at every hop, so that each device's port carries the whole buffer.
     Raises:  PlanError: see the module.
@@ -66,6 +67,7 @@ class Run:
     apart: bool = False
     widened: bool = False
     overlap: bool = False
+    waits: bool = False
     prefetch: bool = True
     flat_ring: bool = False
     racks: int = 1

@@ -64,6 +64,7 @@ _NEUTRAL: Mapping[str, float] = {
     "accumulate_fraction": 0.6,
     "send_sync_s": 3e-4,
     "collective_sync_s": 2e-5,
+    "checkpoint_wait_s": 1e-3,
     "straggler_fraction": 0.01,
     "step_s": 0.01,
     "v100 matmul_plateau": 0.78,
