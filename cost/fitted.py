@@ -89,8 +89,8 @@ It is what is assumed of published runs of compiled FSDP, too.
 ON_CPU = Software(
     Fitted(
         eager_traffic=1.0, logit_traffic=1.0, host_kernel_s=0.0, flash_half_dim=0.0, odd_head_fraction=1.0,
-        overlap_slowdown=1.0, send_sync_s=0.0, collective_sync_s=0.0, checkpoint_wait_s=0.0, straggler_fraction=0.0, step_s=0.0,
-        norm_traffic=0.0,
+        overlap_slowdown=1.0, send_sync_s=0.0, collective_sync_s=0.0, checkpoint_wait_s=0.0, straggler_fraction=0.0,
+        step_s=0.0, norm_traffic=0.0,
     ),
     fused=False,
     counted=True,
