@@ -1,19 +1,22 @@
 """Every kernel of every model and architecture that the tests know, once in Triton's interpreter: the second table of
 `tests/bench/kernels.md`.
 
-    python -m tests.bench.kernels_run [NAMES]
+    python -m tests.bench.kernels_run [NAMES] --state FILE --out tests/bench/kernels.md
 
-Each model is planned on one device and lowered as a user's is; the kernels of both graphs, equal ones once, are
-compared with their ATen ops in float32. Sizes are those of the tests: 24 tokens, widths of 16 and 24; `one row` is one
-token of one sequence, `one column` a width of 1.
+Each model is planned and lowered as a user's is, but not run; the kernels of both graphs, equal ones once over all
+models, are compared with their ATen ops in float32. Sizes are those of the tests (24 tokens, widths of 16 and 24), and
+again `ragged`, no multiples of anything, and `one row`: one token, one image. `one column` is a width of 1. A run that
+was ended goes on from its `--state`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +26,13 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.api import _plan_of, _prepare
 from autopar.codegen.group import FusedGroup
+from autopar.passes.lower import Graphs
+from autopar.passes.shard import Shard
+from autopar.pipeline import carry_out
+from autopar.request import make_request
+from autopar.traced import trace
 from tests.codegen.compare import check_group
 from tests.codegen.lowered import gpt, llama
 from tests.end_to_end import architectures
@@ -31,37 +40,57 @@ from tests.end_to_end import architectures
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OUT = Path(__file__).with_name("kernels.md")
 MARK = "# Kernels in the interpreter"
+SHAPES: Mapping[str, Mapping[str, int]] = {
+    "even": {},
+    "ragged": {"BATCH": 3, "SEQ": 5},
+    "one row": {"BATCH": 1, "SEQ": 1},
+}
+"""What a shape changes of `architectures`."""
+Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model in one dtype, and what a call of it takes."""
+    """A model in one dtype, and what a call of it takes. pin: the plan, of as many ranks as it multiplies to."""
 
     name: str
     dtype: torch.dtype
-    made: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+    made: Callable[[], Made]
+    pin: Mapping[str, int] = field(default_factory=dict)
+    shape: str = "even"
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} | {str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclass(slots=True)
 class Found:
-    """Of one case. kernels: by graph. checked: by text, the share of the allowed error. wrong: what was not right."""
+    """Of one case. kernels: by graph. checked: by text, the share of the allowed error. fresh: how many of them no
+    earlier case had. wrong: what was not right."""
 
     kernels: dict[str, int] = field(default_factory=dict)
     checked: dict[str, float] = field(default_factory=dict)
+    fresh: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
 def cases() -> Iterator[Case]:
     for dtype in DTYPES:
         for name in architectures.ARCHITECTURES:
-            yield Case(name, dtype, partial(_architecture, name, dtype))
+            for shape in SHAPES:
+                said = name if shape == "even" else f"{name}, {shape}"
+                yield Case(said, dtype, partial(_architecture, name, dtype), shape=shape)
         for build in (gpt, llama):
             for said, sizes in (("odd", (2, 5, 24)), ("one row", (1, 1, 8)), ("even", (2, 16, 64))):
-                yield Case(f"{build.__name__}, {said}", dtype, partial(_own, build, sizes, dtype))
-        yield Case("gpt, one column", dtype, partial(_own, gpt, (2, 5, 1), dtype, heads=1))
+                yield Case(f"zoo-{build.__name__}, {said}", dtype, partial(_own, build, sizes, dtype))
+            for pin in ({"tp": 2}, {"dp": 2, "zero": 3}, {"dp": 2, "zero": 0}):
+                said = f"zoo-{build.__name__}, " + " ".join(f"{k}={v}" for k, v in pin.items())
+                yield Case(said, dtype, partial(_own, build, (2, 8, 32), dtype), pin)
+        yield Case("zoo-gpt, one column", dtype, partial(_own, gpt, (2, 5, 1), dtype, heads=1))
 
 
-def _architecture(name: str, dtype: torch.dtype) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def _architecture(name: str, dtype: torch.dtype) -> Made:
     return architectures.build(name, dtype, True), *architectures.inputs(name, dtype)
 
 
@@ -73,79 +102,110 @@ def _own(
     return model.to(dtype), inputs, {}
 
 
+@contextmanager
+def _sized(shape: str) -> Iterator[None]:
+    """The architectures with other batches, for as long."""
+    before = {key: getattr(architectures, key) for key in SHAPES[shape]}
+    for key, value in SHAPES[shape].items():
+        setattr(architectures, key, value)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            setattr(architectures, key, value)
+
+
+def lowered(case: Case) -> Graphs:
+    """Both graphs of the first rank, ops joined to kernels."""
+    with _sized(case.shape):
+        model, args, kwargs = case.made()
+    found = architectures.ARCHITECTURES.get(case.name.partition(",")[0])
+    ranks = 2 if case.pin else 1
+    mesh = autopar.Mesh(str(ranks), device="cpu")
+    batch_dims = found.batch_dims if found is not None else None
+    request = make_request(mesh, case.pin, None, None, 0, "auto", batch_dims, "aot", False, False, None, "on")
+    prepared = _prepare(model, args, kwargs, request, lambda stage: None)
+    plan = _plan_of(prepared, request, None, lambda stage: None)
+    chosen, decisions = carry_out(prepared, plan, request.profile, request.settings)
+    at = chosen.mesh.coordinate(0)
+    program = Shard(prepared.analysis, decisions, chosen.mesh, request.profile, at).run(prepared.program)
+    return trace(program, chosen.mesh, at, fused=True).graphs
+
+
 def check(case: Case, seen: dict[str, float]) -> Found:
     """Lower the model, and run each kernel that was not seen before."""
-    model, args, kwargs = case.made()
-    batch_dims = getattr(architectures.ARCHITECTURES.get(case.name), "batch_dims", None)
-    options: dict[str, Any] = {"batch_dims": batch_dims} if batch_dims else {}
-    found = Found()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        m = autopar.parallelize(
-            model, autopar.Mesh("1"), example_args=args, example_kwargs=kwargs, kernels="on", **options
-        )
-        out = m(*args, **kwargs)
-        (out if isinstance(out, torch.Tensor) else out.loss).backward()
-        for lowered in m._cache.values():
-            for graphs in lowered.run.graphs:
-                for which in ("forward", "backward"):
-                    groups = [g for g in getattr(graphs, which).modules() if isinstance(g, FusedGroup)]
-                    found.kernels[which] = found.kernels.get(which, 0) + len(groups)
-                    for group in groups:
-                        _check_once(group, seen, found)
-    found.wrong += [str(w.message) for w in warned if "kernel" in str(w.message) or "AOT" in str(w.message)]
+    found, graphs = Found(), lowered(case)
+    for which in ("forward", "backward"):
+        groups = [g for g in getattr(graphs, which).modules() if isinstance(g, FusedGroup)]
+        found.kernels[which] = len(groups)
+        for group in groups:
+            _check_once(group, seen, found)
     return found
 
 
 def _check_once(group: FusedGroup, seen: dict[str, float], found: Found) -> None:
-    text = group.code.printed.text
+    text = hashlib.sha256(group.code.printed.text.encode()).hexdigest()
     if text not in seen:
+        found.fresh += 1
         try:
             seen[text] = check_group(group)
-        except AssertionError as error:
+        except Exception as error:
             seen[text] = float("inf")
-            found.wrong.append(f"{group.code.name}: {error}")
+            found.wrong.append(f"{group.code.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
     found.checked[text] = seen[text]
 
 
-def table(names: list[str], dtypes: list[str]) -> Iterator[str]:
+def row(case: Case, seen: dict[str, float]) -> str:
+    try:
+        found = check(case, seen)
+    except Exception as error:
+        return f"| {case.key} | | | | | | {type(error).__name__}: {str(error).splitlines()[0]} |"
+    counts = " | ".join(str(found.kernels[which]) for which in ("forward", "backward"))
+    largest = max(found.checked.values(), default=0.0)
+    right = "yes" if largest <= 1 else "NO: " + "; ".join(found.wrong)
+    return f"| {case.key} | {counts} | {len(found.checked)} | {found.fresh} | {largest:.2f} | {right} |"
+
+
+def run(names: list[str], dtypes: list[str], state: Path | None) -> tuple[dict[str, str], int]:
+    """Rows by case, and how many kernels were run."""
+    held = json.loads(state.read_text()) if state is not None and state.exists() else {"seen": {}, "rows": {}}
+    seen, rows = held["seen"], held["rows"]
+    for case in cases():
+        wanted = not names or case.name in names or case.name.partition(",")[0] in names
+        if case.key in rows or not wanted or str(case.dtype).removeprefix("torch.") not in dtypes:
+            continue
+        began = time.perf_counter()
+        rows[case.key] = row(case, seen)
+        print(f"{time.perf_counter() - began:5.1f} s {rows[case.key]}", flush=True)
+        if state is not None:
+            state.write_text(json.dumps(held))
+    return rows, len(seen)
+
+
+def table(rows: Mapping[str, str], kernels: int) -> Iterator[str]:
     yield f"{MARK}\n"
     yield f"Made by `python -m tests.bench.kernels_run`, {time.strftime('%Y-%m-%d')}: torch {torch.__version__}. Each"
-    yield "kernel of the forward and the backward graph on one device, against its ATen ops in float32. `different`:"
-    yield "texts. `largest`: the largest error of a result over what is allowed: 1e-5 of the largest value in float32,"
-    yield "on top of that 2 units in the last place in half precision.\n"
-    yield "| model | dtype | groups, forward | backward | different | largest | right |"
-    yield "|---|---|---|---|---|---|---|"
-    seen: dict[str, float] = {}
-    for case in cases():
-        dtype = str(case.dtype).removeprefix("torch.")
-        if (names and case.name not in names) or dtype not in dtypes:
-            continue
-        try:
-            found = check(case, seen)
-        except Exception as error:
-            yield f"| {case.name} | {dtype} | | | | | {type(error).__name__}: {str(error).splitlines()[0]} |"
-            continue
-        counts = [str(found.kernels.get(which, 0)) for which in ("forward", "backward")]
-        largest = max(found.checked.values(), default=0.0)
-        right = "yes" if not found.wrong else "NO: " + "; ".join(found.wrong)
-        yield f"| {case.name} | {dtype} | {' | '.join(counts)} | {len(found.checked)} | {largest:.2f} | {right} |"
-    yield f"\n{len(seen)} different kernels."
+    yield "kernel of the forward and the backward graph of a rank, against its ATen ops in float32. `different`: texts;"
+    yield "`new`: of them, those that no row above has, and that were run for this row. `largest`: the largest error of"
+    yield "a result over what is allowed: 1e-5 of the largest value in float32, on top of that 2 units in the last place"
+    yield "in half precision.\n"
+    yield f"{kernels} different kernels.\n"
+    yield "| model | dtype | groups, forward | backward | different | new | largest | right |"
+    yield "|---|---|---|---|---|---|---|---|"
+    yield from rows.values()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="models; all when none is given")
     parser.add_argument("--out", type=Path, help=f"a file whose part from `{MARK}` on is replaced")
+    parser.add_argument("--state", type=Path, help="a file that holds what an earlier run found, and what this finds")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     given = parser.parse_args()
-    lines = []
-    for line in table(given.names, given.dtypes.split(",")):
-        print(line, flush=True)
-        lines.append(line)
+    rows, kernels = run(given.names, given.dtypes.split(","), given.state)
     if given.out:
         before = given.out.read_text().partition(MARK)[0] if given.out.exists() else ""
-        given.out.write_text(before + "\n".join(lines) + "\n")
+        given.out.write_text(before + "\n".join(table(rows, kernels)) + "\n")
 
 
 if __name__ == "__main__":

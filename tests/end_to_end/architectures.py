@@ -74,10 +74,10 @@ def _ignored(generator: torch.Generator) -> tuple[tuple, dict]:
     """As masked language models are trained: few labels count, and not as many in each row; some rows are padded."""
     ids, labels = _tokens(generator), _tokens(generator)
     labels[torch.rand(labels.shape, generator=generator) < 0.6] = -100
-    labels[0] = -100
-    labels[1, 0] = 5
+    labels[:1] = -100
+    labels[1:2, 0] = 5
     mask = torch.ones_like(ids)
-    mask[2, -2:] = 0
+    mask[2:3, -2:] = 0
     return (), {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
