@@ -158,6 +158,7 @@ class _Lowering:
             recompute=levels,
             cast=cast,
             kernels=self.request.kernels,
+            loss_chunks=self.plan.loss_chunks,
             dump=dump,
         )
         return replace(lowered, lifetimes=lifetimes)

@@ -19,6 +19,7 @@ from autopar.capture.explain import is_user_file
 from autopar.codegen.load import mode_of
 from autopar.dump import Dump
 from autopar.dump_lowered import backward_text, forward_text, kernels_text
+from autopar.passes.chunk_loss import ChunkLoss
 from autopar.passes.fill_buckets import FillBuckets
 from autopar.passes.fuse import Fuse
 from autopar.passes.inline import Inline
@@ -49,13 +50,16 @@ class Compiled:
         kernels: str = "auto",
         backend: str = "aot",
         split: bool = False,
+        loss_chunks: int = 1,
     ) -> None:
         """recompute: level by block. backend: "aot", or "inductor", which compiles both graphs. split: the backward can
         leave the gradients of weights for later (see `runtime.backward_split`).
         kernels: "auto" (on GPUs), "on" (elsewhere in Triton's interpreter), "off".
+        loss_chunks: parts of the rows in which logits are made.
         """
         self.eager, self.program, self.recompute, self.dump = eager, program, recompute, dump
         self.kernels, self.backend, self.split = kernels, backend, split and backend == "aot"
+        self.loss_chunks = loss_chunks if self.backend == "aot" and not self.split else 1
         self.graphs: list[Graphs] = []
         self.trained: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which inputs take a gradient; `eager` where AOTAutograd refused."""
@@ -107,7 +111,9 @@ class Compiled:
         if not inductor and not self.split:  # Inductor reuses memory itself; a split graph is run in another order
             passes = (*passes, FillBuckets().run, Reuse().run)
         late = self.split_backward if self.split else None
-        early = () if mode is None else (StreamCrossEntropy().run,)
+        early = () if mode is None and self.loss_chunks == 1 else (StreamCrossEntropy().run,)
+        if self.loss_chunks > 1:
+            early = (*early, ChunkLoss(self.loss_chunks).run)
         if blocks is not None:
             early = (Inline(blocks.places).run, *early)
         return lower_to_graphs(run, cut, passes, self.told, inductor, late, early)

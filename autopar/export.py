@@ -75,5 +75,13 @@ def export_text(
         tell("lower")
         levels = levels_by_block(prepared.program, chosen)
         fused = kernels == "on" or (kernels == "auto" and device != "cpu")
-        traced = trace(program, found.mesh, coordinate, recompute=levels, device=device, fused=fused)
+        traced = trace(
+            program,
+            found.mesh,
+            coordinate,
+            recompute=levels,
+            device=device,
+            fused=fused,
+            loss_chunks=chosen.loss_chunks,
+        )
     return python_text(program, found.mesh, rank, device, traced)

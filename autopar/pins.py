@@ -19,6 +19,8 @@ from autopar.mesh import ROLES
 SCHEDULES = (
     "gpipe 1f1b interleaved-1f1b looped-bfs interleaved-zb zb-h1 zb-2p zb-v dualpipe-v async-1f1b 2bw chimera".split()
 )
+SPLIT_BACKWARD = ("interleaved-zb", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
+"""Those that leave weight gradients for later."""
 _PLACEMENT = re.compile(r"[IR]|S\(\d+(,\d+)?\)")
 
 NOT_YET: Mapping[str, tuple[object, ...]] = {
@@ -90,7 +92,7 @@ def parse_pins(pin: Mapping[str, Any] | None) -> Pins:
         elif key == "schedule":
             if value not in SCHEDULES:
                 raise PlanError(f"pin schedule={value!r}: known are {', '.join(SCHEDULES)}")
-        elif key in ("virtual_stages", "microbatches", "zero_ranks"):
+        elif key in ("virtual_stages", "microbatches", "zero_ranks", "loss_chunks"):
             _integer(key, value, 1)
         elif key == "recompute":
             _one_of(key, value, ("none", "selective", "full"))
@@ -112,6 +114,7 @@ def parse_pins(pin: Mapping[str, Any] | None) -> Pins:
                 "stages",
                 "zero_ranks",
                 "offload",
+                "loss_chunks",
             ]
             raise PlanError(
                 f"pin {key}={value!r}: no such pin; known are {', '.join(known)}, and parameter patterns with a layout"
@@ -122,6 +125,11 @@ def parse_pins(pin: Mapping[str, Any] | None) -> Pins:
             raise PlanError(f"pin {key}={value!r}: this version of autopar cannot run it yet{instead}")
     if pin.get("schedule") in SCHEDULES[-3:] and degrees.get("pp", 1) < 2:
         raise PlanError(f"pin schedule={pin['schedule']!r}: needs stages on several ranks; pin pp=2 or more, too")
+    if pin.get("loss_chunks", 1) > 1 and pin.get("schedule") in SPLIT_BACKWARD:
+        raise PlanError(
+            f"pin loss_chunks={pin['loss_chunks']}: schedule {pin['schedule']} leaves the head's weight gradient for "
+            "later, and would keep every chunk's logits until then; pin loss_chunks=1 or another schedule"
+        )
     zero = pin.get("zero")
     if "zero_ranks" in pin and (not zero or degrees.get("dp", 1) % pin["zero_ranks"]):
         raise PlanError(

@@ -150,6 +150,7 @@ def carry_out(prepared: Prepared, plan: Plan, profile: Profile, settings: Settin
     """
     mesh, inner = mesh_of(plan), settings.inside_stage(plan.degrees["pp"])
     kept = replace(inner, fixed=fixed_of(plan, prepared.analysis), memory_bytes=UNLIMITED_BYTES)
+    kept = replace(kept, loss_chunks=plan.loss_chunks)
     found = on_axes(prepared.analysis, mesh, profile, kept, prepared.sinks)
     return found, decide(found.built, found.solution.options, prepared.sinks)
 
@@ -166,10 +167,12 @@ def lower(
     recompute: Mapping[str, str] | None = None,
     cast: Cast | None = None,
     kernels: str = "auto",
+    loss_chunks: int = 1,
     dump: Dump | None = None,
 ) -> Lowered:
     """The program of one rank, ready to run. recompute: level by block, for backends that lower. cast: the pass that
-    reads stored parameters in another dtype. kernels: whether generated ones are used."""
+    reads stored parameters in another dtype. kernels: whether generated ones are used.
+    loss_chunks: parts of the rows in which logits are made."""
     program = Shard(prepared.analysis, decisions, mesh, profile, coordinate).run(prepared.program)
     if dump is not None:
         dump.axes = tuple(a.name for a in mesh.axes)
@@ -180,7 +183,9 @@ def lower(
         _write(dump, "cast", program)
     graph = on_device(program.graph, device)
     program, eager = replace(program, graph=graph), GraphModule(nn.Module(), graph)
-    run = eager if backend == "eager" else Compiled(eager, program, recompute or {}, dump, kernels, backend)
+    if backend == "eager":
+        return Lowered(program, eager, sinks_of(prepared, decisions, mesh))
+    run = Compiled(eager, program, recompute or {}, dump, kernels, backend, loss_chunks=loss_chunks)
     return Lowered(program, run, sinks_of(prepared, decisions, mesh))
 
 

@@ -99,6 +99,7 @@ _FIELDS: dict[str, Check] = {
     "microbatches": _positive,
     "schedule": schema.one_of(SCHEDULES),
     "virtual_stages": _positive,
+    "loss_chunks": _positive,
     "stages": listing(record({"blocks": listing(_block_or_cut), "devices": listing(_count)})),
     "params": mapping(
         record({"layout": listing(pair(text, _placement)), "zero": _zero}, {"shape": listing(_count)}),
@@ -134,7 +135,7 @@ _FIELDS: dict[str, Check] = {
     "notes": listing(text),
     "pins": mapping(schema.anything),
 }
-_OPTIONAL = ("notes", "pins")
+_OPTIONAL = ("notes", "pins", "loss_chunks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,7 @@ class Plan:
              predicted, solver: figures of the cost model and of the solve. Of a pipeline predicted has sends, too: what
              one stage gives another for a micro-batch; of an asynchronous one, weight_versions and staleness (the most
              updates that gradients are behind) of each stage. notes: lines for people. pins: what the
-             user decided.
+             user decided. loss_chunks: parts of the rows in which logits and their loss are made.
     Raises:  PlanError: a field is refused; the message starts with its path.
     """
 
@@ -175,6 +176,7 @@ class Plan:
     solver: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     pins: Mapping[str, Any] = field(default_factory=dict)
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         for name, check in _FIELDS.items():

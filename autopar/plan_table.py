@@ -55,7 +55,8 @@ def summary(plan: Plan) -> Panel:
         "mesh": f"{'x'.join(map(str, plan.mesh['shape']))} {plan.mesh['device']}; axes {axes}",
         "degrees": "  ".join(f"{role} {degree}" for role, degree in plan.degrees.items()),
         "zero": f"{plan.zero}  offload {plan.offload}  recompute {modes or 'none'}",
-        "schedule": f"{plan.schedule}, {plan.microbatches} micro-batches, {plan.virtual_stages} virtual stages",
+        "schedule": f"{plan.schedule}, {plan.microbatches} micro-batches, {plan.virtual_stages} virtual stages"
+        + (f", loss in {plan.loss_chunks} chunks" if plan.loss_chunks > 1 else ""),
         "staleness": _versions(predicted),
         "step": f"{seconds(predicted['step_time_s'])} predicted, {predicted['tokens_per_s']:,.0f} tokens/s, "
         f"{predicted['tflops_per_device']:.4g} TFLOP/s a device, MFU {100 * predicted['mfu']:.3g} %",

@@ -207,8 +207,11 @@ class _Builder:
             self.functions[key] = (
                 module
                 if staging.backend == "eager"
-                else Compiled(module, program, self.recompute, self.dump, staging.kernels, staging.backend, self.splits)
-            )
+                else Compiled(
+                    module, program, self.recompute, self.dump, staging.kernels, staging.backend, self.splits,
+                    self.plan.loss_chunks,
+                )
+            )  # fmt: skip
         return self.functions[key]
 
     # outputs

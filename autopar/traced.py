@@ -51,17 +51,19 @@ def trace(
     recompute: Mapping[str, str] | None = None,
     device: str = "cpu",
     fused: bool = False,
+    loss_chunks: int = 1,
 ) -> Traced:
     """The graphs of one rank.
 
     Args:    recompute: level by block. device: type of the device that will run them. fused: ops are joined to kernels.
+             loss_chunks: parts of the rows in which logits are made.
     Raises:  UnsupportedOpError: see the module.
     """
     if device != "cpu" and not torch.cuda.is_available():
         _check_attention(program, device)
     on = torch.device(device if device == "cpu" or torch.cuda.is_available() else "cpu")
     eager = GraphModule(nn.Module(), on_device(program.graph, on))
-    compiled = _Compiled(eager, program, recompute or {})
+    compiled = _Compiled(eager, program, recompute or {}, loss_chunks=loss_chunks)
     compiled.fused = fused
     groups = {a.name: AxisGroup(a.name, a.size, at) for a, at in zip(mesh.axes, coordinate, strict=True)}
     sources = tuple(zip(program.placeholders, program.sources, strict=True))

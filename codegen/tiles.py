@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.codegen.kernel import Kernel, Reduce, args_of
+from autopar.codegen.kernel import Kernel, Load, Reduce, args_of
 from autopar.codegen.sweeps import read_again_bytes
 
 PROGRAMS = 128
@@ -20,6 +20,12 @@ FLAT_BLOCK = 1024
 REGISTERS = 104
 """[derived] 32-bit registers a thread that values may take: addresses and the assembler's own come on top."""
 WARPS = (4, 8, 16, 32)
+HELD_WARPS, HELD_REGISTERS = 16, {8: 176, 16: 176, 32: 176, 64: 128}
+"""[measured] of rows that are held by a program which has a multiprocessor to itself, 128 registers a thread: most
+registers by `held_values`, which takes all loads to be in flight at once, by elements a thread. By the assembler's
+report on norms, softmaxes and their backwards, 8192 to 32768 wide."""
+LOOPING_REGISTERS = 2048
+"""[measured] as above, times warps, of a program of at least 16 warps that passes over many rows."""
 SWEPT_WARPS = 8
 FEW_ROWS, LONG_ROW = 32, 2**17
 """[derived] rows longer than this, and fewer than this, are left to ATen: a program a row would use little of a GPU."""
@@ -77,6 +83,19 @@ def live_values(kernel: Kernel) -> int:
     return max(most, 1) + len(kernel.sums)
 
 
+def held_values(kernel: Kernel) -> float:
+    """The 32-bit numbers for an element that a program of whole rows holds: what a reduction stands between the making
+    and the reading of, sums over rows, and what it loads, of which half precision stays packed until it is used."""
+    last = {a: i for i, step in enumerate(kernel.steps) for a in args_of(step.does)}
+    last |= dict.fromkeys(kernel.written, len(kernel.steps))
+    wide = [i for i, (_, column) in enumerate(kernel.moves) if column]
+    size = {i: 2 if kernel.steps[i].kind in ("f64", "i64") else 1 for i in wide}
+    reduces = [i for i, s in enumerate(kernel.steps) if isinstance(s.does, Reduce)]
+    across = max((sum(size[v] for v in wide if v < r < last.get(v, 0)) for r in reduces), default=0)
+    loads = [does.buffer for i in wide if isinstance(does := kernel.steps[i].does, Load)]
+    return across + sum(kernel.buffers[b].dtype.itemsize / 4 for b in loads) + len(kernel.sums)
+
+
 def moved_bytes(kernel: Kernel) -> int:
     """Bytes that a kernel must read and write, each once."""
     return sum(b.size_bytes for b in kernel.buffers)
@@ -108,6 +127,9 @@ def tile_of(kernel: Kernel) -> Tile:
     for warps in WARPS:
         if _fits(live, rows * columns, warps):
             return _summed(kernel, rows, columns, warps)
+    held = HELD_REGISTERS.get(columns // (32 * HELD_WARPS), 0)
+    if held_values(kernel) * columns <= held * 32 * HELD_WARPS and read_again_bytes(kernel):
+        return _summed(kernel, 1, columns, HELD_WARPS)
     return _swept(kernel, live)
 
 
@@ -132,7 +154,7 @@ def _looping(kernel: Kernel, columns: int, live: int) -> tuple[int, int, int]:
 
     Such programs are few, about one a multiprocessor, so each reads as much at once as its registers hold.
     """
-    most = power_of_2(-(-kernel.row_count // 4))
+    most, held = power_of_2(-(-kernel.row_count // 4)), held_values(kernel)
     for each, warps in (
         (8, 16),
         (8, 8),
@@ -147,8 +169,11 @@ def _looping(kernel: Kernel, columns: int, live: int) -> tuple[int, int, int]:
         (16, 32),
     ):
         rows = each * warps * 32 // columns
-        if 1 <= rows <= most and _fits(live, rows * columns, warps):
+        spills = warps >= 16 and held * each * warps > LOOPING_REGISTERS
+        if 1 <= rows <= most and _fits(live, rows * columns, warps) and not spills:
             return rows, columns, warps
+    if held * columns <= LOOPING_REGISTERS * 32:
+        return 1, columns, HELD_WARPS
     if columns <= 512 and _fits(live, columns, 4):
         return 1, columns, 4
     raise TooWide(f"rows of {columns} with {live} numbers an element do not fit the registers of a program")

@@ -6,6 +6,7 @@ what `rules.loss` makes of it: a local maximum, two collectives, a pick. Meant f
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class _Rewrite:
         self.joint, self.graph = joint, joint.graph
         self.parts: dict[Node, tuple[Node, Node]] = {}
         """Of a log softmax that was taken apart: the logits and the logarithm of the sum."""
+        self.hots: dict[Node, tuple[int, Node, Node]] = {}
+        """Of a scatter that was taken apart: along which dim, the index and the gradient."""
 
     def apply(self) -> None:
         rewrites: dict[Any, Callable[[Node], Node | None]] = {
@@ -57,6 +60,7 @@ class _Rewrite:
             aten.sum.dim_IntList: self.local_sum,
             aten.gather.default: self.pick,
             aten.scatter_add.default: self.one_hot,
+            aten.slice.Tensor: self.shorter_one_hot,
         }
         changed = False
         for node in list(self.graph.nodes):
@@ -169,11 +173,25 @@ class _Rewrite:
     def one_hot(self, node: Node) -> Node | None:
         """scatter_add(0, i, g) of one index a row, the backward of a pick: g where the position is i."""
         zeros, dim, index, grad = given(node)
-        shape, device = shape_of(node), node.meta["val"].device
+        shape = shape_of(node)
         at = dim % len(shape)
         ones = (*shape[:at], 1, *shape[at + 1 :])
         if zeros.target is not aten.new_zeros.default or not shape_of(index) == shape_of(grad) == ones:
             return None
+        found = self._one_hot(node, at, index, grad)
+        self.hots[found] = (at, index, grad)
+        return found
+
+    def shorter_one_hot(self, node: Node) -> Node | None:
+        """The first so many positions of a one_hot: made as few from the start."""
+        if node.args[0] not in self.hots or argument(node, 2, "start") != 0 or argument(node, 4, "step", 1) != 1:
+            return None
+        at, index, grad = self.hots[node.args[0]]
+        return self._one_hot(node, at, index, grad) if argument(node, 1, "dim", 0) % len(shape_of(node)) == at else None
+
+    def _one_hot(self, node: Node, at: int, index: Node, grad: Node) -> Node:
+        """grad where the position along `at` is the index, in a tensor of the node's shape."""
+        shape, device = shape_of(node), node.meta["val"].device
         with self.before(node) as emit:
             places = emit(aten.arange.default, shape[at], device=device)
             places = emit(aten.reshape.default, places, [n if d == at else 1 for d, n in enumerate(shape)])
@@ -202,6 +220,8 @@ def _kept(node: Node) -> Node:
 def _acts(node: Node) -> bool:
     """May a call that nobody reads not be left out?"""
     target = node.target
+    if target is operator.getitem:
+        return False
     return not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable
 
 

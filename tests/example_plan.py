@@ -41,6 +41,7 @@ def plan_data() -> dict[str, Any]:
         "microbatches": 8,
         "schedule": "1f1b",
         "virtual_stages": 1,
+        "loss_chunks": 1,
         "stages": [{"blocks": ["before:layers.0", "layers.0", "layers.1"], "devices": list(range(8))}],
         "params": params | {"norm.weight": {"layout": [], "zero": 1}},
         "ops": ops | {"/arange/1": whole},

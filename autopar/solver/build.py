@@ -32,6 +32,7 @@ from autopar.rules.analyse import Analysis, Op
 from autopar.rules.strategy import Strategy
 from autopar.solver.equal import representatives
 from autopar.solver.gathers import Gathers, Sizes, StoredEdge
+from autopar.solver.heads import heads_of
 from autopar.solver.options import Options
 from autopar.solver.problem import Choice, Edge, Floats, Problem
 from autopar.solver.roles import Roles, is_attention
@@ -107,7 +108,11 @@ class _Builder:
         self.gathers = Gathers(self.sizes, self.roles, self.software, self.counts)
         self.moves = traffic(analysis, self.software.fused or not self.software.counted)
         self.again = again
-        self.saved = saved_values(analysis, self.roles.weights, again, self.block_of)
+        self.saved = dict(saved_values(analysis, self.roles.weights, again, self.block_of))
+        self.heads = heads_of(analysis) if settings.loss_chunks > 1 else {}
+        for head in self.heads.values():
+            for value in head.values:  # made again in the backward, a part at a time
+                self.saved.pop(value, None)
         self.names: list[str] = []
         self.costs: list[Floats] = []
         self.memories: list[Floats] = []
@@ -159,7 +164,7 @@ class _Builder:
             software=self.software,
             stored_edges=tuple(self.stored_edges),
             loss_bytes=self.loss_bytes,
-            recomputed=self.again,
+            recomputed=self.again | {h.product for h in self.heads.values()},
             launched=frozenset(name for name, moves in self.moves.items() if moves.launches),
         )
 
@@ -193,9 +198,21 @@ class _Builder:
             elements = self.sizes.local_bytes(op.ins[0], [s.ins[0] for s in found]) / element_bytes(
                 self.sizes.operand(op.ins[0])[1]
             )
-            memory = self.loss_bytes[op.name] = LOSS_BYTES * elements
+            chunks = self.settings.loss_chunks if op.name in self.heads else 1
+            stored = element_bytes(self.sizes.operand(op.ins[0])[1]) if chunks > 1 else 0
+            memory = self.loss_bytes[op.name] = (LOSS_BYTES + stored) * elements / chunks
+        elif op.name in self.heads:
+            seconds = seconds + price.forward_s
+            memory = self.summed_bytes(op, found)
         self.op_choice[op.name] = self.add_choice(record(op.node).op, seconds * count, memory, by_output)
         self.op_strategies[op.name], self.op_prices[op.name] = found, price
+
+    def summed_bytes(self, op: Op, found: Sequence[Strategy]) -> Floats:
+        """Of the float32 sum in which chunks of rows add up the gradient of a head's narrower weight."""
+        dtype = self.sizes.operand(op.ins[1])[1]
+        if element_bytes(dtype) >= 4:
+            return np.zeros(len(found))
+        return self.sizes.local_bytes(op.ins[1], [s.ins[1] for s in found]) * (4 / element_bytes(dtype))
 
     def recomputed(self, op: Op) -> bool:
         """Does the backward run this op's forward again?"""

@@ -71,6 +71,7 @@ def make_plan(
         microbatches=1,
         schedule="1f1b",
         virtual_stages=1,
+        loss_chunks=found.loss_chunks,
         stages=({"blocks": list(analysis.program.blocks), "devices": list(range(mesh.size))},),
         params=params,
         ops=ops,

@@ -7,6 +7,7 @@ pinned tp that the model's heads do not divide.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import ROLES, LogicalMesh, Mesh, factor_axes, free_factorisations
 from autopar.rules.analyse import Analysis
 from autopar.solver.build import Built, build
+from autopar.solver.heads import LOSS_CHUNKS, heads_of
 from autopar.solver.optimise import Beaten, solve
 from autopar.solver.problem import Solution
 from autopar.solver.settings import Settings
@@ -38,6 +40,7 @@ class Found:
     price_s: float
     solve_s: float
     recompute: str = "none"
+    loss_chunks: int = 1
 
 
 def search(
@@ -135,15 +138,19 @@ def _recomputing(
     time_limit_s: float,
     at_hand_s: float,
 ) -> Found:
-    """The best level of recomputation; more is only tried where memory binds, since it saves nothing else.
+    """The best level of recomputation; more is only tried where memory binds, since it saves nothing else. Where no
+    level fits, the head's product and its loss are chunked, too.
 
     Raises:  Beaten: without a limit of memory, and so at any level, this costs no less than the plan at hand.
     """
     best: Found | None = None
     refusal: InfeasibleError | None = None
-    for level in levels:
+    for chunks, level in itertools.product(_chunks(analysis, settings), levels):
+        if best is not None and chunks > best.loss_chunks:
+            break
+        tried = replace(settings, recompute=level, loss_chunks=chunks)
         try:
-            found = _solve(analysis, mesh, profile, replace(settings, recompute=level), sinks, time_limit_s, at_hand_s)
+            found = _solve(analysis, mesh, profile, tried, sinks, time_limit_s, at_hand_s)
         except InfeasibleError as error:
             refusal = refusal or error
             continue
@@ -155,6 +162,25 @@ def _recomputing(
         assert refusal is not None
         raise refusal
     return best
+
+
+def _chunks(analysis: Analysis, settings: Settings) -> tuple[int, ...]:
+    """Numbers of chunks of the loss to try: the pinned one, or whole and then in chunks.
+
+    Raises:  PlanError: chunks are pinned, and no loss has logits of its own.
+    """
+    pinned = settings.pins.given.get("loss_chunks")
+    if pinned == 1 or (pinned is None and not analysis.program.training):
+        return (1,)
+    heads = heads_of(analysis)
+    if pinned is None:
+        return (1, LOSS_CHUNKS) if heads else (1,)
+    if not heads:
+        raise PlanError(
+            f"pin loss_chunks={pinned}: no cross entropy is the only reader of a product's logits; leave the pin, or "
+            "return the loss without the logits"
+        )
+    return (pinned,)
 
 
 def _solve(
@@ -170,7 +196,9 @@ def _solve(
     built = build(analysis, mesh, profile, settings, sinks)
     priced = time.perf_counter()
     solution = solve(built.problem, time_limit_s=time_limit_s, relative_gap=GAP, beaten_s=beaten_s * (1 - GAP))
-    return Found(mesh, built, solution, priced - begun, time.perf_counter() - priced, settings.recompute)
+    return Found(
+        mesh, built, solution, priced - begun, time.perf_counter() - priced, settings.recompute, settings.loss_chunks
+    )
 
 
 def candidates(analysis: Analysis, topology: Mesh, settings: Settings) -> list[LogicalMesh]:

@@ -31,6 +31,8 @@ class Settings:
     batch_dims: Mapping[str, int] | None = None
     recompute: str = "none"
     """What the repeated blocks recompute in the backward: "none", "selective" (everything but products), "full"."""
+    loss_chunks: int = 1
+    """Parts of the rows in which the head's product and its loss are made."""
     fixed: Fixed | None = None
     """Decisions of a plan that is given; what it does not name is chosen around it."""
     software: Software | None = None

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.fx.graph import CodeGen
 
 from autopar.models import GPT, GPTConfig, Llama, LlamaConfig
+from autopar.passes.chunk_loss import ChunkLoss
 from autopar.passes.lower import Graphs, Partition, lower_to_graphs
 from autopar.passes.stream_cross_entropy import StreamCrossEntropy
 
@@ -44,11 +45,13 @@ def lower_model(model: nn.Module, inputs: tuple[Tensor, ...], recompute: str = "
 
 
 def lower_function(
-    run: Callable[..., Any], values: tuple[Tensor, ...], parameters: int = 0, stream: bool = True
+    run: Callable[..., Any], values: tuple[Tensor, ...], parameters: int = 0, stream: bool = True, chunks: int = 1
 ) -> Graphs:
-    """The graphs of a function, of which the first values are parameters. stream: cross entropies, as for kernels."""
+    """The graphs of a function, of which the first values are parameters. stream: cross entropies, as for kernels.
+    chunks: parts of the rows in which logits are made."""
     found: list[Graphs] = []
     early = (StreamCrossEntropy().run,) if stream else ()
+    early = (*early, ChunkLoss(chunks).run) if chunks > 1 else early
     lower_to_graphs(run, Partition(frozenset(range(parameters))), (), found.append, joint_passes=early)(*values)
     for module in (found[0].forward, found[0].backward):
         module.graph.set_codegen(CodeGen())  # called with its inputs, not with a list of them
