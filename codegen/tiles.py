@@ -172,10 +172,10 @@ def _looping(kernel: Kernel, columns: int, live: int) -> tuple[int, int, int]:
         spills = warps >= 16 and held * each * warps > LOOPING_REGISTERS
         if 1 <= rows <= most and _fits(live, rows * columns, warps) and not spills:
             return rows, columns, warps
-    if held * columns <= LOOPING_REGISTERS * 32:
-        return 1, columns, HELD_WARPS
     if columns <= 512 and _fits(live, columns, 4):
         return 1, columns, 4
+    if held * columns <= LOOPING_REGISTERS * 32:
+        return 1, columns, HELD_WARPS
     raise TooWide(f"rows of {columns} with {live} numbers an element do not fit the registers of a program")
 
 
