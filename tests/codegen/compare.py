@@ -47,9 +47,17 @@ def random_input(node: Node, generator: torch.Generator) -> Tensor:
 
 
 def _least_table(node: Node) -> int:
-    """Indices stay inside every table that they are used with."""
-    sizes = [u.args[0].meta["val"].shape[0] for u in node.users if "embedding" in str(u.target)]
-    return min([4, *sizes])
+    """Indices stay inside every table that they, or what is taken out of them, are used with."""
+    found = 4
+    for user in node.users:
+        name, args = str(user.target), user.args
+        if "embedding" in name and args[1] is node:
+            found = min(found, args[0].meta["val"].shape[0])  # type: ignore[union-attr]
+        elif "gather" in name and args[2] is node:
+            found = min(found, args[0].meta["val"].shape[args[1]])  # type: ignore[union-attr,index]
+        elif "gather" in name or "view" in name or "expand" in name:
+            found = min(found, _least_table(user))
+    return found
 
 
 def _divides(node: Node) -> bool:
