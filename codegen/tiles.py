@@ -20,7 +20,7 @@ FLAT_BLOCK = 1024
 REGISTERS = 104
 """[derived] 32-bit registers a thread that values may take: addresses and the assembler's own come on top."""
 WARPS = (4, 8, 16, 32)
-HELD_WARPS, HELD_REGISTERS = 16, {8: 176, 16: 176, 32: 176, 64: 128}
+HELD_WARPS, HELD_REGISTERS = 16, {8: 192, 16: 192, 32: 192, 64: 128}
 """[measured] of rows that are held by a program which has a multiprocessor to itself, 128 registers a thread: most
 registers by `held_values`, which takes all loads to be in flight at once, by elements a thread. By the assembler's
 report on norms, softmaxes and their backwards, 8192 to 32768 wide."""

@@ -131,8 +131,17 @@ class _Rewrite:
             return emit(aten.amax.default, read, dims, *keep)
 
     def local_sum(self, node: Node) -> Node | None:
-        """The sum of exp(x - the largest of all ranks): from the local largest, whose sweep it shares."""
+        """The sum of exp(x - the largest of all ranks): from the local largest, whose sweep it shares; that of a log
+        softmax (labels are smoothed): from the sum of x, which needs no logarithm first."""
         power, dims, *keep = given(node)
+        if (parts := self.parts.get(_same(power))) is not None and list(dims) in ([1], [-1]):
+            x, log_sum = parts
+            with self.before(node) as emit:
+                total = emit(aten.sum.dim_IntList, _wide(emit, x), [1], *keep)
+                apart = log_sum if keep == [True] else emit(aten.squeeze.dim, log_sum, 1)
+                found = emit(aten.sub.Tensor, total, emit(aten.mul.Tensor, apart, shape_of(x)[1]))
+                dtype = node.meta["val"].dtype
+                return emit(aten._to_copy.default, found, dtype=dtype) if found.meta["val"].dtype != dtype else found
         shifted = power.args[0] if isinstance(power, Node) and power.target is aten.exp.default else None
         if keep != [True] or len(dims) != 1 or not isinstance(shifted, Node) or shifted.target is not aten.sub.Tensor:
             return None

@@ -30,6 +30,7 @@ from autopar.codegen.tiles import extra_bytes, moved_bytes
 from autopar.codegen.triton_text import Launch
 from autopar.models import GPT, GPTConfig, Llama, LlamaConfig
 from autopar.passes.fuse import Fuse
+from tests.bench import long_rows
 from tests.codegen.lowered import lower_model
 
 CUDA = (80, 90, 100)
@@ -43,6 +44,8 @@ TYPES = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
+INTERPRETED = "# Kernels in the interpreter"
+"""Where the part of the file that `kernels_run` writes begins."""
 PARTIALS = {"f32": "*fp32", "f64": "*fp64", "i32": "*i32", "i64": "*i64"}
 
 
@@ -157,6 +160,13 @@ CASES = (
 """(model, dtype, batch, sequence); the last one is no multiple of anything."""
 
 
+def why_more(code: Code) -> str:
+    """Why a group moves more than the least: what of the extra bytes is what."""
+    if code.printed.tile.swept:
+        return f"a row of {code.kernel.column_count} fits no program's registers: read once a sweep"
+    return f"partial sums of {code.printed.tile.programs} programs"
+
+
 def table() -> Iterator[str]:
     yield "# Kernels compiled without a GPU"
     yield ""
@@ -165,22 +175,55 @@ def table() -> Iterator[str]:
     )
     yield "model at its real width; kernels with equal text once. `bytes`: moved over the least possible (each input"
     yield "read once, each output written once). `load`: widest read, in bytes. Nothing here is a measured time."
+    above: list[str] = []
+    yield from _models(above)
+    yield from _long_rows(above)
+    yield "\n## Groups that move more than 1.05 of the least\n"
+    yield from above or ["None."]
+
+
+def _models(above: list[str]) -> Iterator[str]:
     for name, dtype, batch, seq in CASES:
         yield f"\n## {name}, {str(dtype).removeprefix('torch.')}, {batch} x {seq}\n"
         heads = [f"sm_{c} registers | spills | load" for c in CUDA]
         yield f"| graph | kernel | warps | bytes | {' | '.join(heads)} | {' | '.join(HIP)} |"
         yield "|---" * (4 + 3 * len(CUDA) + len(HIP)) + "|"
         for which, group in groups(name, dtype, batch, seq):
-            code = group.code
-            for number, launch in enumerate(code.printed.launches):
-                cells = [which, launch.function, str(launch.warps), "" if number else f"{byte_ratio(code):.3f}"]
-                for capability in CUDA:
-                    made = for_cuda(code, launch, capability)
-                    cells += [str(made.registers), str(made.spilled_bytes), str(made.widest_load_bytes)]
-                for architecture in HIP:
-                    compile_function(code, launch, GPUTarget("hip", architecture, 64))
-                    cells.append("compiles")
-                yield f"| {' | '.join(cells)} |"
+            yield from _compiled(group.code, which)
+            _note(above, f"{name}, {which}", group.code)
+
+
+def _long_rows(above: list[str]) -> Iterator[str]:
+    yield "\n## Long rows\n"
+    yield f"{long_rows.ROWS} rows, bfloat16 and float32. `swept`: a program loops over the columns of its row.\n"
+    heads = [f"sm_{c} registers | spills | load" for c in CUDA]
+    yield f"| what | columns | dtype | swept | graph | kernel | warps | bytes | {' | '.join((*heads, *HIP))} |"
+    yield "|---" * (8 + 3 * len(CUDA) + len(HIP)) + "|"
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, width, which, group in long_rows.groups(dtype):
+            said = f"{name} | {width} | {str(dtype).removeprefix('torch.')}"
+            swept = "yes" if group.code.printed.tile.swept else ""
+            for line in _compiled(group.code, which):
+                yield f"| {said} | {swept} {line}"
+            _note(above, f"{said.replace(' | ', ', ')}, {which}", group.code)
+
+
+def _note(above: list[str], where: str, code: Code) -> None:
+    if byte_ratio(code) > 1.05:
+        above.append(f"- {where}: `{code.name}` {byte_ratio(code):.2f}: {why_more(code)}")
+
+
+def _compiled(code: Code, which: str) -> Iterator[str]:
+    """A line for each function of a kernel."""
+    for number, launch in enumerate(code.printed.launches):
+        cells = [which, launch.function, str(launch.warps), "" if number else f"{byte_ratio(code):.3f}"]
+        for capability in CUDA:
+            made = for_cuda(code, launch, capability)
+            cells += [str(made.registers), str(made.spilled_bytes), str(made.widest_load_bytes)]
+        for architecture in HIP:
+            compile_function(code, launch, GPUTarget("hip", architecture, 64))
+            cells.append("compiles")
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -191,7 +234,8 @@ def main() -> None:
     for line in table():
         print(line, flush=True)
         lines.append(line)
-    given.out.write_text("\n".join(lines) + "\n")
+    rest = given.out.read_text().partition(INTERPRETED) if given.out.exists() else ("", "", "")
+    given.out.write_text("\n".join(lines) + "\n\n" + rest[1] + rest[2])
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ import torch
 
 from autopar.codegen.group import run
 from autopar.codegen.sweeps import online_pairs, read_again_bytes, sweeps
+from autopar.codegen.tiles import extra_bytes
 from tests.codegen.compare import check_group
 from tests.codegen.traced import one_kernel
 
 aten = torch.ops.aten
-WIDTH = 20_003
+WIDTH = 40_003
 """No program holds such a row, and it is a multiple of nothing."""
 ROWS = {
     "softmax": (lambda x, w, b: aten._softmax(x * w, -1, False), 2),
@@ -65,3 +66,13 @@ def test_a_sum_with_another_maximum_takes_its_own_sweep():
     assert online_pairs(group.code.kernel) == {}
     assert len(sweeps(group.code.kernel)) == 3  # the last one has no loop: it ends the row
     check_group(group)
+
+
+@pytest.mark.parametrize("width", [12_288, 16_384])
+def test_rows_of_models_are_held(width):
+    """The widths of the largest models take no second sweep: each number is read once."""
+    row = torch.empty(width, dtype=torch.bfloat16)
+    for name in ("softmax", "rms_norm"):
+        group = one_kernel(ROWS[name][0], torch.empty(64, width, dtype=torch.bfloat16), row, row)
+        assert not group.code.printed.tile.swept
+        assert extra_bytes(group.code.kernel, group.code.printed.tile) == 0

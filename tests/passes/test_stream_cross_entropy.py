@@ -131,3 +131,12 @@ def test_golden(request, rank, name):
     graphs, _ = graphs_of(name, torch.bfloat16, vocab=61)
     lines = [n.format_node() for g in (graphs.forward, graphs.backward) for n in g.graph.nodes]
     check_golden(request, f"stream_cross_entropy_{name}", "\n".join(lines))
+
+
+def test_smoothed_labels_take_one_sweep():
+    """The sum of a log softmax is that of the logits, less a logarithm for each class."""
+    graphs, _ = graphs_of("smoothed", torch.bfloat16)
+    groups = [m for m in Fuse("interpreter").run(graphs.forward).modules() if isinstance(m, FusedGroup)]
+    assert sum(g.code.printed.text.count("for start in") for g in groups) == 1
+    for group in groups:
+        check_group(group)
