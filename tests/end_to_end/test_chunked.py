@@ -1,4 +1,4 @@
-"""Logits in chunks on two ranks, of a cut vocabulary, gathered weights, the last stage of a pipeline: as one device."""
+"""Logits in chunks on two ranks, of a cut vocabulary, gathered weights, micro-batches: as one device."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from autopar.runtime.launch import CAPTURE, run_ranks_local
 PLANS = {
     "vocabulary": {"tp": 2, "lm_head*": {"tp": "S(0)"}},
     "gathered": {"dp": 2, "zero": 3},
-    "pipeline": {"pp": 2, "microbatches": 2},
+    "micro-batches": {"dp": 2, "zero": 1, "microbatches": 2},
 }
 CASES = [["gpt", "2", {"pin": {**pin, "loss_chunks": 3}}] for pin in PLANS.values()]
 
