@@ -7,6 +7,7 @@ Source of the formulas: the definitions in PyTorch's documentation; gradients de
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from autopar.codegen.formulas import POINTWISE, POWERS, SLOPES
-from autopar.codegen.index import ZERO, NotLinear
+from autopar.codegen.index import ZERO, Index, NotLinear
 from autopar.codegen.kernel import KINDS
 from autopar.codegen.views import At, argument, given, packet, shape_of
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 SUMS: Mapping[str, str] = {"sum": "sum", "mean": "sum", "amax": "max", "amin": "min"}
 """Plain reductions, and how they reduce."""
+FEW = 8
+"""[derived] numbers that a short reduction is over: as many key heads to a query head as most models have."""
+_JOINS = {"sum": "add", "max": "maximum", "min": "minimum"}
 
 
 def _kind(node: Node) -> str:
@@ -52,8 +56,34 @@ def prefix(node: Node) -> int:
     return len(dims) if packet(node) == "sum" and dims == list(range(len(dims))) and len(dims) < rank else 0
 
 
+def short(node: Node) -> bool:
+    """Is a plain reduction over so few numbers, neither the last dims nor the first, that each result can read them
+    itself? (The gradients of a key or value that several heads share.)"""
+    if packet(node) not in SUMS or suffix(node) or prefix(node):
+        return False
+    return math.prod(shape_of(given(node)[0])[d] for d in _dims(node)) <= FEW
+
+
+def _short(b: _Builder, node: Node, at: At) -> int:
+    """One number after the other: each lies at its own place."""
+    source, dims, kind = given(node)[0], _dims(node), _kind(node)
+    shape = shape_of(source)
+    rest = iter(at if len(shape_of(node)) < len(shape) else [i for d, i in enumerate(at) if d not in dims])
+    kept = {d: next(rest) for d in range(len(shape)) if d not in dims}
+    found = None
+    for places in itertools.product(*(range(shape[d]) for d in dims)):
+        fixed = {d: Index((), i) for d, i in zip(dims, places, strict=True)}
+        value = b.value(source, tuple(fixed.get(d, kept.get(d, ZERO)) for d in range(len(shape))), kind)
+        found = value if found is None else b.emit(_JOINS[SUMS[packet(node)]], found, value, kind=kind)
+    assert found is not None
+    count = float(math.prod(shape[d] for d in dims))
+    return b.emit("div", found, count, kind=kind) if packet(node) == "mean" else found
+
+
 def _plain(b: _Builder, node: Node, item: int, at: At) -> int:
     source, count = given(node)[0], suffix(node)
+    if short(node):
+        return _short(b, node, at)
     if not count:
         raise NotLinear(f"{packet(node)} over dims {_dims(node)} is read in the kernel that makes it")
     shape, kind = shape_of(source), _kind(node)

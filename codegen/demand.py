@@ -46,6 +46,8 @@ def demand(node: Node) -> Demand:
         columns = math.prod(shape[len(shape) - composites.suffix(node) :]) if composites.suffix(node) else 0
         if not columns and composites.prefix(node):
             columns = math.prod(shape[composites.prefix(node) :])
+        if not columns and composites.short(node):
+            return Demand(math.prod(shape_of(node)))
         if not columns:
             raise Unfusable(f"{name} of {shape}: neither over the last dims nor over the first")
         return Demand(math.prod(shape), columns)

@@ -67,6 +67,7 @@ BINARY = {
     "views": lambda x, y: (x + 1).view(10, 7).view(2, 5, 7) * y.transpose(0, 1).contiguous().transpose(0, 1),
     "turned": lambda x, y: (x.transpose(1, 2) * 2).transpose(1, 2) + y.permute(2, 0, 1).permute(1, 2, 0),
     "broadcast": lambda x, y: x * y[:1, :, :1] + y[0, 0].unsqueeze(0),
+    "short_sums": lambda x, y: x.mean(1, keepdim=True) * y.amax(1, keepdim=True) + x * y.sum(1, keepdim=True),
     "chunks": lambda x, y: (x + y).chunk(2, 0)[1] * (x * y).unbind(0)[0],
 }
 ROWS = {
