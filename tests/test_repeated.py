@@ -327,3 +327,19 @@ def test_each_block_draws_its_own_numbers(traces):
         results.append((loss, [p.grad for p in m.parameters()]))
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
     assert len(traces) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_inductor_is_handed_equal_blocks_too(traces):
+    """Its ops are taken apart otherwise."""
+    x = torch.randn(5, 4, dtype=torch.float64)
+    model = Stack(Layer)
+    m = autopar.parallelize(model, autopar.Mesh("1"), example_args=(x,), backend="inductor")
+    expected, found = model(x), m(x)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    wanted = {k: p.grad for k, p in model.named_parameters()}
+    torch.testing.assert_close({k: p.grad for k, p in m.named_parameters()}, wanted, rtol=1e-12, atol=1e-12)
+    assert len(traces) == 2
