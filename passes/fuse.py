@@ -10,6 +10,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -17,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.codegen.build import build
 from autopar.codegen.cluster import Group, clusters, is_barrier
 from autopar.codegen.code import Code
-from autopar.codegen.demand import Unfusable
+from autopar.codegen.demand import Unfusable, known
 from autopar.codegen.group import FusedGroup
 from autopar.codegen.index import NotLinear
 from autopar.codegen.tiles import TooWide, moved_bytes, tile_of
@@ -53,23 +54,54 @@ class Fuse:
 
 
 def cast_in_buckets(graph: Graph) -> None:
-    """What goes flat into a bucket is cast there, so one kernel casts and packs: flat(cast(x)) is cast(flat(x))."""
+    """What goes into a bucket is cast there, so one kernel casts and packs: views(cast(x)) is cast(views(x))."""
     for bucket in graph.find_nodes(op="call_function", target=aten.cat.default):
         for flat in bucket.all_input_nodes:
-            cast = flat.args[0] if flat.target in (aten.reshape.default, aten.view.default) else None
-            if not isinstance(cast, Node) or cast.target is not aten._to_copy.default or len(cast.users) != 1:
+            chain = _cast_below(flat)
+            if chain is None:
                 continue
+            cast, views = chain
             source = given(cast)[0]
-            if not source.meta["val"].is_contiguous() or len(flat.users) != 1:
-                continue
-            with graph.inserting_before(flat):
-                view = graph.call_function(flat.target, (source, flat.args[1]))
-                view.meta = {**source.meta, "val": source.meta["val"].view(flat.meta["val"].shape)}
-                made = graph.call_function(cast.target, (view,), dict(cast.kwargs), name=cast.name)
+            if known(base_of(source)):
+                continue  # a kernel makes it, and casts it without rounding in between
+            for view in reversed(views):
+                if view.target in RESHAPES and not source.meta["val"].is_contiguous():
+                    break  # it would copy
+                with graph.inserting_before(flat):
+                    source = _on(graph, view, source)
+            else:
+                with graph.inserting_before(flat):
+                    made = graph.call_function(aten._to_copy.default, (source,), dict(cast.kwargs), name=cast.name)
                 made.meta = {**cast.meta, "val": flat.meta["val"]}
-            flat.replace_all_uses_with(made)
-            graph.erase_node(flat)
-            graph.erase_node(cast)
+                flat.replace_all_uses_with(made)
+                for node in (*views, cast):
+                    graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "call_function" or view_of(n) is None)
+
+
+RESHAPES = frozenset({aten.reshape.default, aten.view.default})
+TURNS = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
+
+
+def _cast_below(flat: Node) -> tuple[Node, list[Node]] | None:
+    """The cast that a part of a bucket is a view of, and the views, the last one first; nothing else reads them."""
+    views: list[Node] = []
+    node = flat
+    while node.target in RESHAPES or node.target in TURNS:
+        views.append(node)
+        node = given(node)[0]
+    if not views or views[0].target not in RESHAPES or node.target is not aten._to_copy.default:
+        return None
+    return (node, views) if all(len(n.users) == 1 for n in (node, *views)) else None
+
+
+def _on(graph: Graph, view: Node, source: Node) -> Node:
+    """The same view of another value."""
+    target: Any = view.target
+    made = graph.call_function(target, (source, *view.args[1:]))
+    with source.meta["val"].fake_mode:
+        made.meta = {**source.meta, "val": target(source.meta["val"], *view.args[1:])}
+    return made
 
 
 def split_norm_backwards(graph: Graph) -> None:

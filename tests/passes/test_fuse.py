@@ -111,10 +111,11 @@ def test_what_no_formula_is_known_for_stays():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_bucket_is_cast_and_packed_by_one_kernel(ranks):
-    """Parts of any shape, in rows of a rank each (a reduce-scatter's) or in one."""
+    """Parts of any shape, cast as they are or turned, in rows of a rank each (a reduce-scatter's) or in one."""
 
     def pack(*parts):
-        rows = [x.to(torch.bfloat16).reshape([-1] if ranks == 1 else [ranks, -1]) for x in parts]
+        cast = [x.t().to(torch.bfloat16).t() if x.dim() == 2 else x.to(torch.bfloat16) for x in parts]
+        rows = [x.reshape([-1] if ranks == 1 else [ranks, -1]) for x in cast]
         return torch.cat(rows, len(rows[0].shape) - 1).reshape(-1)
 
     parts = torch.randn(6, 4), torch.randn(4), torch.randn(2, 5, 2)
