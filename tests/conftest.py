@@ -7,9 +7,27 @@ import os
 import pytest
 import torch
 
+from tests import ahead
+from tests.warm import warm_launchers
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the files under tests/golden")
+
+
+@pytest.hookimpl(trylast=True)  # of those that are chosen
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ahead.last(items)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks(request: pytest.FixtureRequest):
+    """Ranks start from a process that has imported what they need; those that tests read run beside the others."""
+    with warm_launchers():
+        runs = ahead.Runs()
+        runs.start(request.session.items)
+        yield
+        runs.end()

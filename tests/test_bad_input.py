@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.ahead import Ahead, scratch
 from tests.bad_input import CASES, Branch
 
 LINE = inspect.getsourcelines(Branch.forward)[1] + 1
@@ -45,21 +45,19 @@ EXPECTED = {
 ALONE = "no example on one rank"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each rank raised: all mistakes are made in one group of ranks."""
-    payload = {"folder": str(tmp_path_factory.mktemp("plans"))}
-    return run_ranks_local("tests.bad_input:run_cases", 2, payload, 250, preload=CAPTURE)
+RUN = Ahead("tests.bad_input:run_cases", 2, lambda items: {"folder": scratch()}, 500)
+"""What each rank raised: all mistakes are made in one group of ranks."""
 
 
 def test_every_case_is_expected():
     assert {*EXPECTED, ALONE} == set(CASES)
 
 
+@pytest.mark.reads(RUN)
 @pytest.mark.parametrize("name", EXPECTED)
-def test_one_clear_line_on_every_rank(results, name):
+def test_one_clear_line_on_every_rank(name):
     kind, words = EXPECTED[name]
-    for rank, told in enumerate(results):
+    for rank, told in enumerate(RUN.results()):
         assert told[name] is not None, f"rank {rank} raised nothing"
         found, message = told[name]
         assert found == kind, f"rank {rank}: {found}: {message}"
@@ -68,8 +66,9 @@ def test_one_clear_line_on_every_rank(results, name):
             assert word in message, f"rank {rank}: {message}"
 
 
-def test_a_rank_that_fails_alone_tells_the_others(results):
-    first, second = (told[ALONE] for told in results)
+@pytest.mark.reads(RUN)
+def test_a_rank_that_fails_alone_tells_the_others():
+    first, second = (told[ALONE] for told in RUN.results())
     assert first[0] == "TypeError"
     assert second[0] == "RuntimeMismatchError"
     assert "rank 0 failed: TypeError" in second[1]

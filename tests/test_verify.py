@@ -10,24 +10,26 @@ from torch import nn
 import autopar
 import autopar.verify  # the module; the function is autopar.verify
 from autopar.compare import CATEGORIES, bounds_of, differences, max_errors, worst_of, zero_gradients
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+from autopar.runtime.launch import CAPTURE
+from tests.ahead import Ahead
 from tests.end_to_end.small_models import build, inputs
 from tests.verify_ranks import CASES
 
 ONE = autopar.Mesh("1")
 
 
-@pytest.fixture(scope="module")
+RUN = Ahead("tests.verify_ranks:run_cases", 2, {}, 500, (*CAPTURE, "transformers.models.llama.modeling_llama"))
+
+
 def reports():
     """By case, the report of each of two ranks."""
-    preload = (*CAPTURE, "transformers.models.llama.modeling_llama")
-    found = run_ranks_local("tests.verify_ranks:run_cases", 2, {}, 250, preload=preload)
-    return {name: [told[name] for told in found] for name in CASES}
+    return {name: [told[name] for told in RUN.results()] for name in CASES}
 
 
+@pytest.mark.reads(RUN)
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_reports_equal(reports, name):
-    first, second = reports[name]
+def test_every_rank_reports_equal(name):
+    first, second = reports()[name]
     assert first == second
     assert first["equal"], first
     assert first["world_size"] == 2
@@ -36,25 +38,27 @@ def test_every_rank_reports_equal(reports, name):
     assert isinstance(first["plan"]["zero"], int)
 
 
-def test_bounds_follow_the_dtype(reports):
-    bounds = {name: reports[name][0]["bounds"] for name in CASES}
+@pytest.mark.reads(RUN)
+def test_bounds_follow_the_dtype():
+    bounds = {name: reports()[name][0]["bounds"] for name in CASES}
     assert set(bounds["float64"].values()) == {1e-9}
     assert bounds["float32 loss"] == dict.fromkeys(CATEGORIES, 1e-6) | {"params_after_step": 1e-4}
     assert bounds["float32"] == dict.fromkeys(CATEGORIES, 1e-5) | {"params_after_step": None}
     rough = bounds["bfloat16"]
     assert rough.pop("params_after_step") is None
     assert all(0 < bound < 0.2 for bound in rough.values())
-    assert reports["float32"][0]["max_error"]["grads"] > 0  # not float64 by mistake
-    assert reports["bfloat16"][0]["max_error"]["grads"] > 1e-4
+    assert reports()["float32"][0]["max_error"]["grads"] > 0  # not float64 by mistake
+    assert reports()["bfloat16"][0]["max_error"]["grads"] > 1e-4
 
 
-def test_losses_and_references(reports):
-    for name, (report, _) in reports.items():
+@pytest.mark.reads(RUN)
+def test_losses_and_references():
+    for name, (report, _) in reports().items():
         one, mesh = report["loss"]
         assert math.isclose(one, mesh, rel_tol=2e-2 if name == "bfloat16" else 1e-5)
-    assert "draws random numbers" in reports["dropout"][0]["reference"]
-    assert reports["buffers"][0]["reference"] == "PyTorch on one device"
-    assert reports["loss outside"][0]["loss"] != reports["buffers"][0]["loss"]
+    assert "draws random numbers" in reports()["dropout"][0]["reference"]
+    assert reports()["buffers"][0]["reference"] == "PyTorch on one device"
+    assert reports()["loss outside"][0]["loss"] != reports()["buffers"][0]["loss"]
 
 
 def verify(model, args, kwargs=None, **options):

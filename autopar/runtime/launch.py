@@ -68,15 +68,7 @@ def run_ranks_local(
         job = {"function": fn_path, "world": world, "payload": payload, "timeout_s": timeout_s}
         job["preload"] = list(preload)
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        with open(folder / "launcher.txt", "wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "autopar.runtime.launch", name],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        child = start_launcher(folder)
         try:
             _follow(child, folder, timeout_s, on_event)
         finally:
@@ -87,6 +79,19 @@ def run_ranks_local(
         return _results(folder, world, timeout_s)
 
 
+def start_launcher(folder: Path) -> subprocess.Popen[bytes]:
+    """The process that imports and forks, in a session of its own; what it prints goes to `launcher.txt`."""
+    with open(folder / "launcher.txt", "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "autopar.runtime.launch", str(folder)],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
 def report(event: Any) -> None:
     """On a rank: hand JSON data to the caller's `on_event`."""
     line = json.dumps(event) + "\n"
@@ -94,7 +99,7 @@ def report(event: Any) -> None:
         file.write(line)  # one write of one line: ranks do not mix theirs
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The child's: one thread a rank, the caller's import path, the loopback interface."""
     path = [entry or os.getcwd() for entry in sys.path]
     found = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
@@ -153,7 +158,7 @@ def _said(path: Path) -> str:
     return f"; it printed: {lines[-1].strip()}" if lines else ""
 
 
-def _launch(folder: Path) -> int:
+def launch(folder: Path) -> int:
     """The child: import, fork the ranks, wait. Returns its exit status."""
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     os.environ[_FOLDER] = str(folder)
@@ -256,7 +261,7 @@ def _resolve(path: str) -> Callable[[Any], Any]:
 
 
 def _main() -> NoReturn:
-    sys.exit(_launch(Path(sys.argv[1])))
+    sys.exit(launch(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 import pytest
 
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+from autopar.runtime.launch import CAPTURE
+from tests.ahead import Ahead
 from tests.end_to_end import lowered, offload, precision
 
 HERE = "tests.end_to_end"
@@ -15,18 +16,30 @@ PARTS = {
 }
 
 
+def payload(items):
+    """The parts that the chosen tests ask for."""
+    asked = {mark.args[0] for item in items for mark in item.iter_markers("part")}
+    return {"parts": {name: PARTS[name] for name in PARTS if name in asked}}
+
+
+RUN = Ahead(f"{HERE}.together:run", 2, payload, 1200, (*CAPTURE, "functorch.compile", "torch.distributed.fsdp"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests are put in order
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("part"):
+            item.add_marker(pytest.mark.reads(RUN))
+
+
 @pytest.fixture(scope="session")
-def on_two_ranks(request):
-    """A function of a part's name: what it gave on each rank. Runs the parts that the chosen tests ask for."""
-    asked = {mark.args[0] for item in request.session.items for mark in item.iter_markers("part")}
-    parts = {name: PARTS[name] for name in PARTS if name in asked}
-    preload = (*CAPTURE, "functorch.compile", "torch.distributed.fsdp")
-    ranks = run_ranks_local(f"{HERE}.together:run", 2, {"parts": parts}, 1200, preload=preload)
+def on_two_ranks():
+    """A function of a part's name: what it gave on each rank."""
 
     def found(name):
-        for rank in ranks:
+        for rank in RUN.results():
             if "error" in rank[name]:
                 pytest.fail(rank[name]["error"], pytrace=False)
-        return [rank[name]["found"] for rank in ranks]
+        return [rank[name]["found"] for rank in RUN.results()]
 
     return found

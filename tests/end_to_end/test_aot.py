@@ -3,6 +3,7 @@
 import pytest
 
 from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.ahead import Ahead
 from tests.end_to_end.aot import run_cases
 
 BOUND, PARAMETERS = {"hf-gpt2": 1e-6}, {"hf-gpt2": 1e-4}
@@ -36,33 +37,39 @@ def ranks(world, cases, timeout_s):
     return run_ranks_local("tests.end_to_end.aot:run_cases", world, {"cases": cases}, timeout_s, preload=preload)
 
 
-@pytest.fixture(scope="module")
-def two():
-    results = ranks(2, list(TWO.values()), 280)
-    return dict(zip(TWO, zip(*results, strict=True), strict=True))
+RUN = Ahead("tests.end_to_end.aot:run_cases", 2, {"cases": list(TWO.values())}, 500, (*CAPTURE, "functorch.compile"))
 
 
+def two(name):
+    """What each rank gave."""
+    return [rank[list(TWO).index(name)] for rank in RUN.results()]
+
+
+@pytest.mark.reads(RUN)
 @pytest.mark.parametrize("name", TWO)
-def test_equal_to_one_device(two, name):
-    check(TWO[name], two[name])
+def test_equal_to_one_device(name):
+    check(TWO[name], two(name))
 
 
-def test_data_parallel_gradients_are_one_bucket(two):
-    assert two["dp"][0]["backward"]["all_reduce"] == 1
-    assert "reduce_scatter_tensor" not in two["dp"][0]["backward"]
+@pytest.mark.reads(RUN)
+def test_data_parallel_gradients_are_one_bucket():
+    assert two("dp")[0]["backward"]["all_reduce"] == 1
+    assert "reduce_scatter_tensor" not in two("dp")[0]["backward"]
 
 
-def test_zero_gathers_each_block_in_both_graphs_and_scatters_gradients_in_one_bucket(two):
+@pytest.mark.reads(RUN)
+def test_zero_gathers_each_block_in_both_graphs_and_scatters_gradients_in_one_bucket():
     """Of 27 parameters; two layers, what stands before and after them, and some activations."""
-    found = two["zero"][0]
+    found = two("zero")[0]
     assert found["zero"] == 3
     assert 4 <= found["forward"]["all_gather_into_tensor"] <= 10
     assert 3 <= found["backward"]["all_gather_into_tensor"] <= 10
     assert 1 <= found["backward"]["reduce_scatter_tensor"] <= 6
 
 
-def test_recomputing_saves_less(two):
-    saved = [two[name][0]["saved_bytes"] for name in ("zero", "zero, selective", "zero, full")]
+@pytest.mark.reads(RUN)
+def test_recomputing_saves_less():
+    saved = [two(name)[0]["saved_bytes"] for name in ("zero", "zero, selective", "zero, full")]
     assert saved[0] > 1.3 * saved[1] > 1.3 * saved[2] > 0
 
 

@@ -9,7 +9,8 @@ import math
 
 import pytest
 
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+from autopar.runtime.launch import CAPTURE
+from tests.ahead import Ahead
 from tests.end_to_end.architectures import ARCHITECTURES
 
 DP, TP, FREE, TIGHT = {"pin": {"dp": 2}}, {"pin": {"tp": 2}}, {}, {"memory": 0.8}
@@ -44,14 +45,12 @@ such as those that send tokens to slots."""
 
 def run(cases, world, timeout_s):
     modules = {module: None for name, *_ in cases for module in ARCHITECTURES[name].preload}
-    results = run_ranks_local(
-        "tests.end_to_end.architecture_runs:run_cases", world, {"cases": cases}, timeout_s, preload=(*CAPTURE, *modules)
-    )
-    return zip(cases, *results, strict=True)
+    target = "tests.end_to_end.architecture_runs:run_cases"
+    return Ahead(target, world, {"cases": cases}, timeout_s, (*CAPTURE, *modules))
 
 
-def check_all(cases, world, timeout_s):
-    wrong = [fault for case, *found in run(cases, world, timeout_s) for fault in faults(case, found)]
+def check_all(cases, results):
+    wrong = [fault for case, *found in zip(cases, *results, strict=True) for fault in faults(case, found)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -88,8 +87,12 @@ def _undivided(name, options, result):
         yield "is not divided, though memory is short"
 
 
+RUN = run(DEFAULT, 2, 500)
+
+
+@pytest.mark.reads(RUN)
 def test_two_ranks():
-    check_all(DEFAULT, 2, 280)
+    check_all(DEFAULT, RUN.results())
 
 
 @pytest.mark.slow
@@ -97,11 +100,11 @@ def test_two_ranks():
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("cases", [TRAIN, EVAL, HALF], ids=["train", "eval", "bfloat16"])
 def test_all_on_two_ranks(cases):
-    check_all(cases, 2, 3500)
+    check_all(cases, run(cases, 2, 3500).results())
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_data_and_tensor_parallel_on_four_ranks():
-    check_all(FOUR, 4, 3500)
+    check_all(FOUR, run(FOUR, 4, 3500).results())

@@ -3,6 +3,7 @@
 import pytest
 
 from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.ahead import Ahead
 
 BOUND = 1e-12
 CASES = "tests.end_to_end.asynchronous:run_cases"
@@ -31,10 +32,12 @@ def staleness(pin):
     return [1 if pin["schedule"] == "2bw" else (m - 1 + p - 1 - s) // m for s in range(p)]
 
 
-def check(cases, world, timeout_s):
-    for case, *found in zip(
-        cases, *run_ranks_local(CASES, world, {"cases": cases}, timeout_s, preload=CAPTURE), strict=True
-    ):
+def run(cases, world, timeout_s):
+    return Ahead(CASES, world, {"cases": cases}, timeout_s)
+
+
+def check(cases, results):
+    for case, *found in zip(cases, *results, strict=True):
         pin = case[2]
         for result in found:
             for what in ("losses", "params", "eval"):
@@ -46,13 +49,17 @@ def check(cases, world, timeout_s):
         assert set(stages) == set(range(1, pin["pp"] + 1)), f"{case}: {stages}"  # p - s on stage s
 
 
+RUN = run(TWO, 2, 500)
+
+
+@pytest.mark.reads(RUN)
 def test_two_ranks():
-    check(TWO, 2, 200)
+    check(TWO, RUN.results())
 
 
 @pytest.mark.slow
 def test_four_ranks():
-    check(FOUR, 4, 280)
+    check(FOUR, run(FOUR, 4, 280).results())
 
 
 @pytest.mark.slow

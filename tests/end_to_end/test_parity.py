@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+from autopar.runtime.launch import CAPTURE
+from tests.ahead import Ahead
 from tests.end_to_end.parity import run_cases
 
 BOUND = 1e-9
@@ -92,9 +93,12 @@ def _divided(pin, degrees, result, where):
     return True
 
 
-def check_all(cases, world, timeout_s):
+def run(cases, world, timeout_s):
     preload = (*CAPTURE, "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
-    results = run_ranks_local("tests.end_to_end.parity:run_cases", world, {"cases": cases}, timeout_s, preload=preload)
+    return Ahead("tests.end_to_end.parity:run_cases", world, {"cases": cases}, timeout_s, preload)
+
+
+def check_all(cases, results):
     for case, *found in zip(cases, *results, strict=True):
         check(case, found)
 
@@ -104,24 +108,28 @@ def test_one_device_needs_no_process_group():
         check(case, [found])
 
 
+RUN = run(TWO, 2, 500)
+
+
+@pytest.mark.reads(RUN)
 def test_two_ranks():
-    check_all(TWO, 2, 250)
+    check_all(TWO, RUN.results())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_four_ranks():
-    check_all(FOUR, 4, 280)
+    check_all(FOUR, run(FOUR, 4, 280).results())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_plan_on_two_ranks():
-    check_all(EVERY_TWO, 2, 1700)
+    check_all(EVERY_TWO, run(EVERY_TWO, 2, 1700).results())
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_every_plan_on_four_ranks():
-    check_all(EVERY_FOUR, 4, 3500)
+    check_all(EVERY_FOUR, run(EVERY_FOUR, 4, 3500).results())

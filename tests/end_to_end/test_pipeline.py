@@ -5,6 +5,7 @@ AdamW steps, whatever the cut, the schedule, the micro-batches and what lies ins
 import pytest
 
 from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.ahead import Ahead, scratch
 from tests.end_to_end import pipeline_uses
 from tests.end_to_end.pipeline import run_cases
 
@@ -94,21 +95,25 @@ def check_all(cases, world, timeout_s):
         check(case, found)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """One start of two ranks serves most tests of this file."""
-    payload = {"cases": TWO, "pins": MEMORY, "path": str(tmp_path_factory.mktemp("saved") / "checkpoint")}
-    return run_ranks_local(f"{pipeline_uses.__name__}:everything", 2, payload, 500, preload=CAPTURE)
+RUN = Ahead(
+    f"{pipeline_uses.__name__}:everything",
+    2,
+    lambda items: {"cases": TWO, "pins": MEMORY, "path": f"{scratch()}/checkpoint"},
+    800,
+)
+"""One start of two ranks serves most tests of this file."""
 
 
-def test_two_ranks(two_ranks):
-    for case, *found in zip(TWO, *(rank["parity"] for rank in two_ranks), strict=True):
+@pytest.mark.reads(RUN)
+def test_two_ranks():
+    for case, *found in zip(TWO, *(rank["parity"] for rank in RUN.results()), strict=True):
         check(case, found)
 
 
-def test_bytes_kept_for_the_backward(two_ranks):
+@pytest.mark.reads(RUN)
+def test_bytes_kept_for_the_backward():
     """Within a tenth of the memory model by stage, and as many micro-batches as the schedule promises."""
-    for rank in two_ranks:
+    for rank in RUN.results():
         for pin, found in zip(MEMORY, rank["memory"], strict=True):
             assert found["in_flight"] == found["promised"], pin
             assert found["left"] == 0, f"{pin}: kept after the call"
@@ -117,9 +122,10 @@ def test_bytes_kept_for_the_backward(two_ranks):
                 assert abs(predicted - measured) <= 0.1 * measured, f"{pin}, stage {stage}: {predicted}, {measured}"
 
 
-def test_uses(two_ranks):
+@pytest.mark.reads(RUN)
+def test_uses():
     """What training loops do with a pipeline: scaling, other batches, evaluation, gradients of inputs."""
-    for found in (rank["uses"] for rank in two_ranks):
+    for found in (rank["uses"] for rank in RUN.results()):
         for use in USES:
             assert isinstance(found[use], float), f"{use}: {found[use]}"
             assert found[use] <= BOUND, f"{use}: {found[use]}"
@@ -130,8 +136,9 @@ def test_uses(two_ranks):
         assert done == of
 
 
-def test_a_checkpoint_goes_into_another_layout(two_ranks):
-    assert [rank["checkpoint"] for rank in two_ranks] == [0.0, 0.0]
+@pytest.mark.reads(RUN)
+def test_a_checkpoint_goes_into_another_layout():
+    assert [rank["checkpoint"] for rank in RUN.results()] == [0.0, 0.0]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.ahead import Ahead
 from tests.end_to_end.random_ranks import parallel, train
 
 TWO = [{"pin": {"dp": 2}}, {"pin": {"tp": 2, "sp": True}}]
@@ -10,10 +10,16 @@ LOWERED = [{"pin": {"tp": 2, "recompute": "full"}, "backend": "aot"}]
 FOUR = [{"pin": {"dp": 2, "tp": 2}}]
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (2, LOWERED), (4, FOUR)])
-def test_masks_are_those_of_one_device(world, cases):
-    results = run_ranks_local("tests.end_to_end.random_ranks:compare", world, {"cases": cases}, 250, preload=CAPTURE)
-    for rank, found in enumerate(results):
+RUNS = [
+    pytest.param(world, cases, run, marks=pytest.mark.reads(run), id=f"{world}-{len(cases)}")
+    for world, cases in ((2, [*TWO, *LOWERED]), (4, FOUR))
+    for run in [Ahead("tests.end_to_end.random_ranks:compare", world, {"cases": cases}, 500)]
+]
+
+
+@pytest.mark.parametrize(("world", "cases", "run"), RUNS)
+def test_masks_are_those_of_one_device(world, cases, run):
+    for rank, found in enumerate(run.results()):
         for options, errors in zip(cases, found, strict=True):
             where = f"{options} on rank {rank} of {world}: {errors}"
             assert max(errors[what] for what in ("train", "resumed", "eval", "seeded")) < 1e-9, where

@@ -2,19 +2,22 @@
 
 import pytest
 
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+from autopar.runtime.launch import CAPTURE
+from tests.ahead import Ahead, scratch
 from tests.end_to_end.state import CHECKS
 
+RUN = Ahead(
+    "tests.end_to_end.state:run_checks",
+    4,
+    lambda items: {"checks": list(CHECKS), "folder": scratch()},
+    500,
+    (*CAPTURE, "torch.distributed.checkpoint.state_dict", "transformers.models.gpt2.modeling_gpt2"),
+)
+"""For each check what every rank says."""
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """For each check what every rank says: all run in one group of ranks."""
-    payload = {"checks": list(CHECKS), "folder": str(tmp_path_factory.mktemp("checkpoint"))}
-    preload = (*CAPTURE, "torch.distributed.checkpoint.state_dict", "transformers.models.gpt2.modeling_gpt2")
-    return run_ranks_local("tests.end_to_end.state:run_checks", 4, payload, 280, preload=preload)
 
-
+@pytest.mark.reads(RUN)
 @pytest.mark.parametrize("name", CHECKS)
-def test_state(results, name):
-    failed = {rank: told[name] for rank, told in enumerate(results) if told[name]}
+def test_state(name):
+    failed = {rank: told[name] for rank, told in enumerate(RUN.results()) if told[name]}
     assert not failed, f"ranks {list(failed)}: {next(iter(failed.values()))}"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from autopar.runtime.launch import CAPTURE, run_ranks_local
+from autopar.runtime.launch import CAPTURE
+from tests.ahead import Ahead
 
 PARAMETERS = 37
 """Of the small GPT."""
@@ -21,9 +22,13 @@ FOUR += [["gpt", "4", {"dp": 4, "zero": level, "zero_ranks": 2}, "aot", "accumul
 FOUR += [["llama", "4", {"dp": 4, "zero": 1, "recompute": "full"}, "aot", "no_sync"]]
 
 
-def ranks(function, world, payload, timeout_s):
+def run(function, world, payload, timeout_s):
     preload = (*CAPTURE, "functorch.compile")
-    return run_ranks_local(f"tests.end_to_end.zero:{function}", world, payload, timeout_s, preload=preload)
+    return Ahead(f"tests.end_to_end.zero:{function}", world, payload, timeout_s, preload)
+
+
+CASES = run("run_cases", 2, {"cases": TWO}, 500)
+CHANGES = run("run_changes", 2, {}, 500)
 
 
 def check(case, found):
@@ -45,8 +50,9 @@ def check(case, found):
         assert result["collectives"] <= once * groups * (1 + (1 if whole else backwards)), f"{case}: {result}"
 
 
+@pytest.mark.reads(CASES)
 def test_two_ranks():
-    results = ranks("run_cases", 2, {"cases": TWO}, 280)
+    results = CASES.results()
     for case, *found in zip(TWO, *results, strict=True):
         check(case, found)
         assert found[0]["gathers"] == PARAMETERS if case[0] == "gpt" else found[0]["gathers"] > 30
@@ -55,8 +61,9 @@ def test_two_ranks():
     assert one > two
 
 
+@pytest.mark.reads(CHANGES)
 def test_copies_are_dropped_when_parameters_change():
-    for found in ranks("run_changes", 2, {}, 200):
+    for found in CHANGES.results():
         losses = [mine for mine, _ in found.values()]
         assert len(set(losses)) == len(losses) == 4
         for way, (mine, expected) in found.items():
@@ -66,5 +73,5 @@ def test_copies_are_dropped_when_parameters_change():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_four_ranks():
-    for case, *found in zip(FOUR, *ranks("run_cases", 4, {"cases": FOUR}, 1100), strict=True):
+    for case, *found in zip(FOUR, *run("run_cases", 4, {"cases": FOUR}, 1100).results(), strict=True):
         check(case, found)

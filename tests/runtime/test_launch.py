@@ -7,9 +7,17 @@ import time
 import pytest
 
 from autopar.errors import AutoparError, PlanError
+from autopar.runtime import launch
 from autopar.runtime.launch import report, run_ranks_local
 
 HERE = "tests.runtime.test_launch"
+COLD = launch.start_launcher  # before the session's fixture
+
+
+@pytest.fixture
+def _cold(monkeypatch):
+    """A launcher of its own, as users have it."""
+    monkeypatch.setattr(launch, "start_launcher", COLD)
 
 
 def add_ranks(payload):
@@ -54,6 +62,7 @@ def _gone(pid):
         return True
 
 
+@pytest.mark.usefixtures("_cold")
 def test_every_rank_answers_and_events_arrive():
     seen = []
     results = run_ranks_local(f"{HERE}:add_ranks", 2, {"events": 2}, 60, on_event=seen.append)
@@ -80,6 +89,7 @@ def test_the_first_failure_is_the_error(tmp_path, how, kind, message):
     assert all(map(_gone, (tmp_path / "pids").read_text().split()))
 
 
+@pytest.mark.usefixtures("_cold")
 def test_the_time_limit_ends_the_ranks(tmp_path):
     with pytest.raises(AutoparError) as caught:
         run_ranks_local(f"{HERE}:sleep", 2, {"pids": str(tmp_path / "pids")}, 4)
