@@ -44,8 +44,7 @@ class Ahead:
     def results(self) -> list[Any]:
         """What each rank returned."""
         if self.found is None:
-            self.found = Future()
-            self.found.set_result(self.run([]))
+            return self.run([])
         return self.found.result()
 
 
@@ -59,8 +58,11 @@ class Runs:
         for run in dict.fromkeys(run for item in items for run in read_by(item)):
             run.found = self.threads.submit(run.run, items)
 
-    def end(self) -> None:
-        self.threads.shutdown(cancel_futures=True)
+    def end(self, stop: Callable[[], None]) -> None:
+        """stop: ends ranks that still run, after a test session that was broken off."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        stop()
+        self.threads.shutdown()
         for folder in _FOLDERS:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -26,8 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _ranks(request: pytest.FixtureRequest):
     """Ranks start from a process that has imported what they need; those that tests read run beside the others."""
-    with warm_launchers():
+    with warm_launchers() as warm:
         runs = ahead.Runs()
         runs.start(request.session.items)
         yield
-        runs.end()
+        runs.end(warm.stop)

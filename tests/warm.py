@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -63,6 +64,7 @@ class Warm:
     def __init__(self) -> None:
         self.server: subprocess.Popen[str] | None = None
         self.one = threading.Lock()
+        self.forked: list[Forked] = []
 
     def __call__(self, folder: Path) -> Forked:
         with self.one:
@@ -81,7 +83,14 @@ class Warm:
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         print(json.dumps({"folder": str(folder), "environment": environment()}), file=self.server.stdin, flush=True)
-        return Forked(int(self.server.stdout.readline()), folder)
+        self.forked.append(Forked(int(self.server.stdout.readline()), folder))
+        return self.forked[-1]
+
+    def stop(self) -> None:
+        for launcher in self.forked:
+            if launcher.folder.exists() and launcher.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(launcher.pid, signal.SIGKILL)
 
     def end(self) -> None:
         if self.server is not None:
@@ -89,13 +98,13 @@ class Warm:
 
 
 @contextlib.contextmanager
-def warm_launchers() -> Iterator[None]:
+def warm_launchers() -> Iterator[Warm]:
     """While `run_ranks_local` forks its launchers instead of starting them."""
     warm = Warm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "start_launcher", warm)
         try:
-            yield
+            yield warm
         finally:
             warm.end()
 
