@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.compute import element_bytes
+from autopar.cost.compute import element_bytes, memory_bound_s
 from autopar.cost.fitted import Software, software_of
 from autopar.cost.hardware import Profile
 from autopar.cost.price import OpPrice, StoragePrice, price_op, price_storage
@@ -202,10 +202,17 @@ class _Builder:
             stored = element_bytes(self.sizes.operand(op.ins[0])[1]) if chunks > 1 else 0
             memory = self.loss_bytes[op.name] = (LOSS_BYTES + stored) * elements / chunks
         elif op.name in self.heads:
-            seconds = seconds + price.forward_s
+            seconds = seconds + price.forward_s + self.added_s(op, found)
             memory = self.summed_bytes(op, found)
         self.op_choice[op.name] = self.add_choice(record(op.node).op, seconds * count, memory, by_output)
         self.op_strategies[op.name], self.op_prices[op.name] = found, price
+
+    def added_s(self, op: Op, found: Sequence[Strategy]) -> Floats:
+        """Seconds in which the chunks' gradients of a head's weight are added up in at least float32."""
+        width = element_bytes(self.sizes.operand(op.ins[1])[1])
+        elements = self.sizes.local_bytes(op.ins[1], [s.ins[1] for s in found]) / width
+        moved = self.settings.loss_chunks * elements * (width + 2 * max(width, 4))
+        return np.asarray(memory_bound_s(moved, self.profile))
 
     def summed_bytes(self, op: Op, found: Sequence[Strategy]) -> Floats:
         """Of the float32 sum in which chunks of rows add up the gradient of a head's narrower weight."""

@@ -116,8 +116,11 @@ def widest_load(ptx: str) -> int:
     return max((int(n or 1) * int(bits) // 8 for n, bits in loads), default=0)
 
 
-def lowered(name: str, dtype: torch.dtype, batch: int, seq: int, device: str = "cpu", freeze: str = "") -> Any:
-    """Graphs of two layers of a model at its real width; nothing is computed. freeze: parameters of such a name."""
+def lowered(
+    name: str, dtype: torch.dtype, batch: int, seq: int, device: str = "cpu", freeze: str = "", chunks: int = 1
+) -> Any:
+    """Graphs of two layers of a model at its real width; nothing is computed. freeze: parameters of such a name.
+    chunks: parts of the rows in which logits are made."""
     with FakeTensorMode():
         model: nn.Module
         if name == "gpt2-medium":
@@ -129,7 +132,7 @@ def lowered(name: str, dtype: torch.dtype, batch: int, seq: int, device: str = "
         for path, parameter in model.named_parameters():
             parameter.requires_grad_(not freeze or freeze not in path)
         ids = torch.zeros(batch, seq, dtype=torch.int64, device=device)
-        return lower_model(model, (ids, ids))
+        return lower_model(model, (ids, ids), chunks=chunks)
 
 
 def groups(

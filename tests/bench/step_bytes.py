@@ -90,11 +90,31 @@ def table() -> Iterator[str]:
             yield f"| {what} | {ours / 1e9:.3f} | {theirs / 1e9:.3f} | {ours / theirs:.2f} |"
 
 
+CHUNKED = (1, 8)
+
+
+def chunked() -> Iterator[str]:
+    """What chunks of the loss save, and what they cost."""
+    yield "\n## Logits in chunks\n"
+    yield "`saved`: by the forward for the backward. `largest`: of one value in either graph, before ops are joined."
+    yield "`moved`: by both; the gradient of a half-precision head is added up in float32, once a chunk.\n"
+    yield "| model | dtype | batch x sequence | chunks | saved, GB | largest, GB | moved, GB |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, dtype, batch, seq in (CASES[0], CASES[2]):
+        for chunks in CHUNKED:
+            graphs = lowered(name, dtype, batch, seq, freeze="embed", chunks=chunks)
+            both = (graphs.forward, graphs.backward)
+            largest = max(_bytes(n) for m in both for n in m.graph.nodes if n.op == "call_function" and not _free(n))
+            figures = graphs.saved_bytes, largest, sum(map(ours_bytes, both))
+            what = f"{name} | {str(dtype).removeprefix('torch.')} | {batch} x {seq} | {chunks}"
+            yield f"| {what} | {' | '.join(f'{f / 1e9:.3f}' for f in figures)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     given = parser.parse_args()
-    text = "\n".join(table()) + "\n"
+    text = "\n".join((*table(), *chunked())) + "\n"
     print(text)
     given.out.write_text(text)
 

@@ -33,15 +33,15 @@ def tokens(batch: int, seq: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randint(0, VOCAB, (batch, seq), generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
-def lower_model(model: nn.Module, inputs: tuple[Tensor, ...], recompute: str = "none") -> Graphs:
-    """The graphs of a model that returns its loss."""
+def lower_model(model: nn.Module, inputs: tuple[Tensor, ...], recompute: str = "none", chunks: int = 1) -> Graphs:
+    """The graphs of a model that returns its loss. chunks: parts of the rows in which logits are made."""
     names = [n for n, _ in model.named_parameters()]
     values = [p.detach().requires_grad_(p.requires_grad) for p in model.parameters()]
 
     def run(*flat: Tensor) -> Any:
         return functional_call(model, dict(zip(names, flat, strict=False)), flat[len(names) :])
 
-    return lower_function(run, (*values, *inputs), len(names))
+    return lower_function(run, (*values, *inputs), len(names), chunks=chunks)
 
 
 def lower_function(
