@@ -189,7 +189,7 @@ def table(rows: Mapping[str, str], kernels: int) -> Iterator[str]:
     yield "`new`: of them, those that no row above has, and that were run for this row. `largest`: the largest error of"
     yield "a result over what is allowed: 1e-5 of the largest value in float32, on top of that 2 units in the last"
     yield "place in half precision.\n"
-    yield f"{kernels} different kernels of {len(rows)} of {sum(1 for _ in cases())} cases; of those missing below nothing"
+    yield f"{kernels} different kernels of {len(rows)} of {sum(1 for _ in cases())} cases; of the others nothing"
     yield "is known.\n"
     yield "| model | dtype | groups, forward | backward | different | new | largest | right |"
     yield "|---|---|---|---|---|---|---|---|"
