@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.dump import Dump
+from autopar.errors import PlanError
 from autopar.lifetime import bring_from_host, gather_once, offloaded
 from autopar.mesh import with_pipeline
 from autopar.passes.cast import Cast
@@ -105,6 +106,18 @@ def reduced_in(precision: Precision | None, stored: Mapping[str, torch.dtype]) -
     return precision.reduce
 
 
+def refuse_rounding(program: Program, precision: Precision, stored: Mapping[str, torch.dtype]) -> None:
+    """Raise for a parameter that forward writes and a policy reads in a narrower dtype."""
+    for path in (sink.path for sink in program.sinks if sink.kind == "state" and sink.path in stored):
+        read = precision.computed(stored[path])
+        if read != stored[path]:
+            raise PlanError(
+                f"{path}: forward writes this parameter, which the precision policy reads in {read}: what is "
+                f"stored in {stored[path]} would be rounded each step; write it outside forward, or plan without "
+                "precision"
+            )
+
+
 class _Lowering:
     """Lower for a combination of inputs; the first one is ready, others are captured again and take the same plan."""
 
@@ -172,6 +185,7 @@ class _Lowering:
         precision, stored = self.request.precision, self.stored
         reduce = reduced_in(precision, stored)
         if precision is not None and reduce is not None:
+            refuse_rounding(prepared.program, precision, stored)
             read = {path: precision.computed(stored[path]) for path in lifetimes}
             lifetimes = {path: replace(life, dtypes=(read[path], reduce)) for path, life in lifetimes.items()}
             stored = {**stored, **read}

@@ -11,7 +11,7 @@ parallelism are FSDP's in bf16, and DeepSpeed's (of Megatron's family) in fp16, 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.validate_rows import Published
 
@@ -41,6 +41,18 @@ class Framework:
     waits: bool = False
 
 
+MEGATRON = Framework(
+    "megatron",
+    r"megatron|nemo\b|nemo.?(?!tron)framework|nemo defaults|mbridge|primus|deepspeed|colossal|mt.?nlg|megascale",
+    fused=True,
+    zero=(1,),
+    ahead=False,
+    each=True,
+    beside=True,
+    dropout=True,
+    widened=True,
+)
+
 FRAMEWORKS = (
     Framework(
         "fsdp",
@@ -53,29 +65,8 @@ FRAMEWORKS = (
         dropout=False,
         widened=True,
     ),
-    Framework(
-        "megatron-deepspeed",
-        r"megatron.?deepspeed",
-        fused=True,
-        zero=(1,),
-        ahead=False,
-        each=True,
-        beside=True,
-        dropout=True,
-        widened=True,
-        waits=True,
-    ),
-    Framework(
-        "megatron",
-        r"megatron|nemo\b|nemo.?(?!tron)framework|nemo defaults|mbridge|primus|deepspeed|colossal|mt.?nlg|megascale",
-        fused=True,
-        zero=(1,),
-        ahead=False,
-        each=True,
-        beside=True,
-        dropout=True,
-        widened=True,
-    ),
+    replace(MEGATRON, name="megatron-deepspeed", names=r"megatron.?deepspeed", waits=True),
+    MEGATRON,
     Framework(
         "xla",
         r"\balpa|jax|\bxla|maxtext|levanter|\bpax|t5x|gspmd",

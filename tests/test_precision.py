@@ -103,6 +103,24 @@ def test_a_bf16_model_gets_fp32_masters_under_a_name_only():
         assert {p.grad.dtype for p in m.parameters()} == {dtype}
 
 
+class Moving(nn.Module):
+    """forward moves a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.inner.weight.mul_(0.999)
+        return self.inner(x)
+
+
+def test_a_written_parameter_is_not_rounded_to_what_is_read():
+    with pytest.raises(autopar.PlanError, match=r"inner\.weight: forward writes this parameter.*bfloat16"):
+        autopar.parallelize(Moving(), autopar.Mesh("1"), example_args=(torch.randn(3, 4),), precision="bf16")
+
+
 class Kept(nn.Module):
     """Holds what deepcopy refuses: the result of a forward, a lock, and a weight that a hook computes."""
 
