@@ -73,8 +73,13 @@ def make_request(
         check_host(profile)
     asked = parse_precision(precision)
     name = asked.name if asked is not None else None
-    settings = Settings(pins, usable_bytes(profile, memory), optimizer, name, batch_dims)
     kind = "aot" if backend == "auto" else backend
+    chunks = pins.given.get("loss_chunks", 1)
+    if chunks > 1 and kind != "aot":
+        raise PlanError(
+            f"pin loss_chunks={chunks}: backend {kind!r} makes logits whole; only 'aot' makes them in chunks"
+        )
+    settings = Settings(pins, usable_bytes(profile, memory), optimizer, name, batch_dims, chunked=kind == "aot")
     dump = _dump(dump_dir)
     return Request(topology, profile, settings, outputs, strict, discover, dump, kind, precision=asked, kernels=kernels)
 

@@ -170,7 +170,7 @@ def _chunks(analysis: Analysis, settings: Settings) -> tuple[int, ...]:
     Raises:  PlanError: chunks are pinned, and no loss has logits of its own.
     """
     pinned = settings.pins.given.get("loss_chunks")
-    if pinned == 1 or (pinned is None and not analysis.program.training):
+    if pinned == 1 or (pinned is None and not (analysis.program.training and settings.chunked)):
         return (1,)
     heads = heads_of(analysis)
     if pinned is None:

@@ -33,6 +33,8 @@ class Settings:
     """What the repeated blocks recompute in the backward: "none", "selective" (everything but products), "full"."""
     loss_chunks: int = 1
     """Parts of the rows in which the head's product and its loss are made."""
+    chunked: bool = True
+    """Whether the backend can make them in parts."""
     fixed: Fixed | None = None
     """Decisions of a plan that is given; what it does not name is chosen around it."""
     software: Software | None = None

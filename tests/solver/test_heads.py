@@ -56,6 +56,12 @@ def test_chunks_where_nothing_else_fits():
     assert tight.predicted["step_time_s"] > free.predicted["step_time_s"]  # the product is made again
 
 
+def test_a_backend_that_makes_logits_whole_is_not_promised_chunks():
+    (peak,) = autopar.plan(Head(), ONE, example_args=INPUTS).predicted["peak_memory_bytes"]
+    with pytest.raises(autopar.InfeasibleError):
+        autopar.plan(Head(), ONE, example_args=INPUTS, memory=int(0.5 * peak), backend="inductor")
+
+
 def test_pinned():
     whole, chunked = (autopar.plan(Head(), ONE, example_args=INPUTS, pin={"loss_chunks": n}) for n in (1, 4))
     assert (whole.loss_chunks, chunked.loss_chunks) == (1, 4)
@@ -69,6 +75,8 @@ def test_refused():
     inputs = (INPUTS[0], INPUTS[1])
     with pytest.raises(autopar.PlanError, match="loss_chunks=4: no cross entropy"):
         autopar.plan(Head(lambda logits, loss: (loss, logits)), ONE, example_args=inputs, pin={"loss_chunks": 4})
+    with pytest.raises(autopar.PlanError, match="loss_chunks=4: backend 'eager' makes logits whole"):
+        autopar.plan(Head(), ONE, example_args=inputs, pin={"loss_chunks": 4}, backend="eager")
     with pytest.raises(autopar.PlanError, match="loss_chunks=2: schedule zb-h1"):
         autopar.plan(
             GPT(GPTConfig(vocab=32, context=8, layers=2, heads=2, width=8, ff_width=8), batch=4, seq=8),
