@@ -36,7 +36,7 @@ def main() -> None:
 
 def _rows(cases: list, world: int) -> list[str]:
     try:
-        results = list(cases_of.run(cases, world, 1800))
+        results = list(zip(cases, *cases_of.run(cases, world, 1800).results(), strict=True))
     except AutoparError as error:
         return [f"| {cases[0][0]} | {cases[0][1]} | {cases[0][2]} | | {type(error).__name__}: {error} | | | | | | |"]
     rows = []
