@@ -94,6 +94,8 @@ class Compiled:
             with warnings.catch_warnings(), _unobserved(), nullcontext() if blocks is None else blocks.known():
                 # anomaly mode, in which AOTAutograd traces, tells of a refusal in a warning of many lines
                 warnings.filterwarnings("ignore", "Error detected in")
+                # torch asks each input for its gradient; where warnings are errors, that would be a refusal
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 results = run(*values)
         except Exception as error:
             if len(self.graphs) > made:  # it was lowered: the error is one of running it

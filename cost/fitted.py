@@ -29,7 +29,7 @@ class Fitted:
              send_sync_s: a pipeline send waits for both hosts. collective_sync_s: what a collective in line costs
              besides the wire, mostly the wait for the last rank.
              checkpoint_wait_s: what a recomputed layer costs besides, each micro-batch, where the host waits for the
-             device at it (Megatron-DeepSpeed's checkpoints copy the states of random generators to and fro).
+             device at it: Megatron-DeepSpeed's published steps have it; that its host waits there is an assumption.
              straggler_fraction: slowdown for each doubling of the nodes: the slowest of many sets the pace.
              step_s: fixed cost of a step: data, gradient norm, loss scale, host.
              update_traffic: bytes that the optimizer moves over those it must. norm_traffic: whether the loop takes the
