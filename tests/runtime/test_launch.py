@@ -35,6 +35,10 @@ def add_ranks(payload):
 def fail_on_one(payload):
     from torch import distributed as dist
 
+    if dist.get_rank() == 0:
+        with open(payload["pids"], "a") as file:
+            file.write(f"{os.getpid()}\n")
+    dist.barrier()  # a rank that fails at once ends the other before it has told its number
     if dist.get_rank() == 1:
         if payload["how"] == "ours":
             raise PlanError("params.x: two\nlines")
@@ -42,8 +46,6 @@ def fail_on_one(payload):
             print("last words", flush=True)
             os.kill(os.getpid(), signal.SIGABRT)
         raise ValueError("not ours")
-    with open(payload["pids"], "a") as file:
-        file.write(f"{os.getpid()}\n")
     dist.barrier()  # never met by rank 1
 
 
