@@ -18,12 +18,13 @@ def run_cases(payload):
     return [run_case(*case) for case in payload["cases"]]
 
 
-def run_case(model, mesh, batch, options):
+def run_case(model, mesh, batch, options, evaluate=True):
+    """evaluate: the loss in eval mode, too, which the model is captured and lowered again for."""
     reference = _reference(model, batch)
     args, kwargs = inputs(model, batch)
     try:
         m = autopar.parallelize(build(model), autopar.Mesh(mesh), example_args=args, example_kwargs=kwargs, **options)
-        found = _train(m, model, batch)
+        found = _train(m, model, batch, evaluate)
     except autopar.AutoparError as problem:
         return {"refused": f"{type(problem).__name__}: {problem}"}
     whole = m.full_state_dict()
@@ -35,7 +36,7 @@ def run_case(model, mesh, batch, options):
     return {
         "losses": [abs(a - b) / abs(b) for a, b in zip(found["losses"], reference["losses"], strict=True)],
         "norms": [abs(a - b) / abs(b) for a, b in zip(found["norms"], reference["norms"], strict=True)],
-        "eval": abs(found["eval"] - reference["eval"]) / abs(reference["eval"]),
+        **({"eval": abs(found["eval"] - reference["eval"]) / abs(reference["eval"])} if evaluate else {}),
         "grads": {n: error(grads.get(n, torch.zeros(())), g, 1e-6 * largest) for n, g in reference["grads"].items()},
         "params": {n: error(params[n], p, LEARNING_RATE) for n, p in reference["params"].items()},
         "held": len(found["grads"]),
@@ -58,7 +59,7 @@ def _reference(model, batch):
     return _train(build(model), model, batch)
 
 
-def _train(module, model, batch):
+def _train(module, model, batch, evaluate=True):
     """AdamW steps with accumulation of two halves and clipping, on another batch each; then a loss in eval mode."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
     out = {"losses": [], "norms": []}
@@ -77,6 +78,8 @@ def _train(module, model, batch):
         optimizer.zero_grad()
     if not hasattr(module, "full_state_dict"):
         out["params"] = {n: full(p) for n, p in module.named_parameters(remove_duplicate=False)}
+    if not evaluate:
+        return out
     module.eval()
     with torch.no_grad():
         out["eval"] = loss_of(module(*args, **kwargs)).item()
