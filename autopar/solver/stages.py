@@ -8,6 +8,8 @@ stage, and of those the least sum of squares, with every stage inside the memory
 
     best(s, j) = min over i < j of max(best(s - 1, i), seconds(i..j)), where bytes(i..j) of stage s fit.
 
+A rank without a parameter would give its optimizer nothing to step, which torch refuses: cut anew where that helps.
+
 A model of fewer blocks than stages is cut between ops.
 """
 
@@ -30,6 +32,7 @@ from autopar.rules.call import is_getitem
 from autopar.schedule.asynchronous import versions_kept
 from autopar.schedule.build import KINDS, build
 from autopar.schedule.check import check
+from autopar.schedule.table import Schedule
 from autopar.solver.decide import decide
 from autopar.solver.pipeline_figures import predicted, weight_bytes
 from autopar.solver.report import axis_entry
@@ -54,6 +57,10 @@ class Cell:
     """Of one more version of the weights, in asynchronous pipelines."""
     host_bytes: float = 0.0
     """Of offloaded states, in host memory."""
+
+    @property
+    def has_parameters(self) -> bool:
+        return self.state_bytes + self.host_bytes > 0
 
 
 def pipeline_plan(
@@ -92,6 +99,13 @@ def pipeline_plan(
     else:
         share = [min(1.0, n / microbatches) for n in held]
         sizes = balance(cells, schedule.depth, limit, share, copies)
+        if _bare(cells, sizes, schedule) is not None:
+            sizes = balance(cells, schedule.depth, limit, share, copies, owners=True)
+    if (bare := _bare(cells, sizes, schedule)) is not None:
+        raise PlanError(
+            f"pp={ranks}: stage {bare} of the cut {sizes} holds no parameter, so an optimizer on its devices would "
+            "have nothing to step; pin fewer stages or other ones"
+        )
     mesh = with_pipeline(found.mesh, topology, ranks)
     stages, at = [], 0
     seconds = []
@@ -252,11 +266,12 @@ def balance(
     memory_bytes: float,
     share: Sequence[float],
     copies: Sequence[int] | None = None,
+    owners: bool = False,
 ) -> list[int]:
     """How many cells each stage takes; exact.
 
     Args:    share: of the activations of a whole batch that a stage holds at once. copies: of its weights that it
-             keeps beside the newest ones; None: none.
+             keeps beside the newest ones; None: none. owners: as few stages without a parameter as can be, before time.
     Raises:  InfeasibleError: no division fits the memory.
     """
     n, copies = len(cells), copies or [0] * stages
@@ -265,16 +280,17 @@ def balance(
         list(itertools.accumulate((getattr(c, what) for c in cells), initial=0.0))
         for what in ("state_bytes", "activation_bytes", "weight_bytes")
     ]
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, -1)}]
+    owned = list(itertools.accumulate((c.has_parameters for c in cells), initial=0))
+    best: list[dict[int, tuple[int, float, float, int]]] = [{0: (0, 0.0, 0.0, -1)}]
     for s in range(stages):
-        row: dict[int, tuple[float, float, int]] = {}
+        row: dict[int, tuple[int, float, float, int]] = {}
         for j in range(s + 1, n - (stages - s - 1) + 1):
-            for i, (worst, squares, _) in best[s].items():
+            for i, (bare, worst, squares, _) in best[s].items():
                 state, activation, weight = (of[j] - of[i] for of in sums)
                 if i >= j or state + activation * share[s] + weight * copies[s] > memory_bytes:
                     continue
                 mine = time_s[j] - time_s[i]
-                candidate = (max(worst, mine), squares + mine * mine, i)
+                candidate = (bare + (owners and owned[i] == owned[j]), max(worst, mine), squares + mine * mine, i)
                 if j not in row or candidate < row[j]:
                     row[j] = candidate
         best.append(row)
@@ -287,10 +303,21 @@ def balance(
         )
     cuts, j = [], n
     for s in range(stages, 0, -1):
-        i = best[s][j][2]
+        i = best[s][j][-1]
         cuts.append(j - i)
         j = i
     return cuts[::-1]
+
+
+def _bare(cells: Sequence[Cell], sizes: Sequence[int], schedule: Schedule) -> int | None:
+    """The first stage of a rank whose stages have no parameter, which torch's optimizers refuse."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    owns = [any(c.has_parameters for c in cells[a:b]) for a, b in itertools.pairwise(ends)]
+    for rank in range(schedule.ranks):
+        mine = [s for s in range(len(owns)) if rank in schedule.ranks_of(s)]
+        if not any(owns[s] for s in mine):
+            return mine[0]
+    return None
 
 
 def min_peak(cells: Sequence[Cell], stages: int, share: Sequence[float], copies: Sequence[int] | None = None) -> float:

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.cost.collective import collective_s
@@ -192,3 +193,28 @@ def test_the_stages_together_hold_what_the_model_does() -> None:
     whole = planned("1").predicted["peak_memory_bytes"][0]
     stages = planned("2", pp=2, schedule="gpipe", microbatches=1).predicted["peak_memory_bytes"]
     assert sum(stages) == pytest.approx(whole, rel=1e-3)
+
+
+class _Late(nn.Module):
+    """Parameters at the front, most of the time behind them."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        for _ in range(12):
+            x = torch.sin(x @ x.transpose(-1, -2) @ x)
+        return x.mean()
+
+
+def test_every_rank_has_a_parameter_for_its_optimizer() -> None:
+    example = (torch.zeros(8, 64, 8),)
+    plan = autopar.plan(_Late(2), autopar.Mesh("2"), example_args=example, pin={"pp": 2})
+    assert [len(s["blocks"]) for s in plan.stages] == [1, 2]  # by time alone the second stage would be the end
+    with pytest.raises(PlanError, match=r"pp=4: stage 2 of the cut .* holds no parameter"):
+        autopar.plan(_Late(2), autopar.Mesh("4"), example_args=example, pin={"pp": 4})
+    with pytest.raises(PlanError, match=r"stage 1 of the cut .* holds no parameter"):
+        autopar.plan(_Late(2), autopar.Mesh("2"), example_args=example, pin={"pp": 2, "stages": [2, 1]})
