@@ -23,6 +23,7 @@ from autopar.cost.fitted import FITTED, Fitted
 from autopar.cost.training import step_time
 from autopar.cost.training_memory import peak_memory
 from autopar.errors import PlanError
+from autopar.validate_ranks import NEAR, RANKS, groups_of, spearman
 from autopar.validate_rows import Published, Read, read
 from autopar.validate_run import run_of
 
@@ -102,7 +103,7 @@ def summary(rows: Sequence[Predicted], skipped: Iterable[tuple[str, str, str]] =
         "time": _by_source(rows, lambda r: (r.row.step_time_s, r.predicted_s)),
         "memory": _by_source(rows, lambda r: (r.measured_bytes, r.predicted_bytes)),
         "outcome": {"n": len(judged), "right": sum(r.predicted_outcome == r.row.outcome for r in judged)},
-        "groups": _groups(rows),
+        "groups": groups_of((row.row, row.predicted_s) for row in rows),
         "skipped": dict(reasons.most_common()),
     }
 
@@ -131,66 +132,6 @@ def _errors(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
         "p90": float(np.quantile(error, 0.9)),
         "spearman": spearman(measured, predicted),
     }
-
-
-def _groups(rows: Sequence[Predicted]) -> dict[str, Any]:
-    """Rank correlation of step time inside groups of comparable configurations, of three rows and more.
-
-    Returns: n: groups. mean_spearman, median_spearman: over groups. weighted_spearman: the mean where a group counts by
-             its pairs of rows. pooled_spearman: of all rows together, each over its group's geometric mean.
-             pairs: pairs of rows whose measured times are 5 % apart or more, and how many of them stand in the right
-             order: nearer ones repeat no better than that. by_group: (rows, correlation), the worst first.
-    """
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        if row.row.group and row.row.step_time_s and row.predicted_s:
-            groups[row.row.group].append((row.row.step_time_s, row.predicted_s))
-    logs = {name: np.log(np.array(pairs)) for name, pairs in groups.items() if len(pairs) >= 3}
-    found = {name: s for name, log in logs.items() if (s := spearman(*log.T)) is not None}
-    if not found:
-        return {"n": 0, **dict.fromkeys(_RANKS), "pairs": {"n": 0, "right": 0}, "by_group": {}}
-    values, sizes = np.array(list(found.values())), np.array([len(logs[name]) for name in found])
-    pooled = np.concatenate([logs[name] - logs[name].mean(axis=0) for name in found])
-    apart = [_apart(logs[name]) for name in found]
-    return {
-        "n": len(found),
-        "mean_spearman": float(values.mean()),
-        "median_spearman": float(np.median(values)),
-        "weighted_spearman": float(np.average(values, weights=sizes * (sizes - 1) / 2)),
-        "pooled_spearman": spearman(*pooled.T),
-        "pairs": {"n": sum(n for n, _ in apart), "right": sum(right for _, right in apart)},
-        "by_group": {name: [len(logs[name]), found[name]] for name in sorted(found, key=lambda name: found[name])},
-    }
-
-
-_RANKS = {
-    "mean_spearman": "mean of the groups",
-    "median_spearman": "median of the groups",
-    "weighted_spearman": "weighted by pairs",
-    "pooled_spearman": "pooled",
-}
-_NEAR = 0.05  # runs of one configuration, published twice, differ by 1 to 9 %
-
-
-def _apart(logs: np.ndarray) -> tuple[int, int]:
-    """Pairs of rows measured apart by more than `_NEAR`, and how many of them are predicted in that order."""
-    first, second = np.triu_indices(len(logs), 1)
-    measured, predicted = (logs[first] - logs[second]).T
-    apart = np.abs(measured) > np.log1p(_NEAR)
-    return int(apart.sum()), int((apart & (measured * predicted > 0)).sum())
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Spearman's rank correlation, ties at their mean rank; None of fewer than two values or of equal ones."""
-    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return np.asarray((last - (counts - 1) / 2)[inverse])
 
 
 def table(data: dict[str, Any], rows: bool = True) -> RenderableType:
@@ -232,10 +173,10 @@ def table(data: dict[str, Any], rows: bool = True) -> RenderableType:
     if groups["n"]:
         if rows:
             parts.append(_group_lines(groups["by_group"]))
-        said = ", ".join(f"{words} {groups[key]:.3f}" for key, words in _RANKS.items() if groups[key] is not None)
+        said = ", ".join(f"{words} {groups[key]:.3f}" for key, words in RANKS.items() if groups[key] is not None)
         parts.append(Text(f"rank correlation of step time in {groups['n']} groups: {said}"))
         n, right = groups["pairs"]["n"], groups["pairs"]["right"]
-        parts.append(Text(f"pairs in a group that differ by {_NEAR:.0%} and more: {right} of {n} in the right order"))
+        parts.append(Text(f"pairs in a group that differ by {NEAR:.0%} and more: {right} of {n} in the right order"))
     parts += [Text(f"left out: {reason}: {n}") for reason, n in data["skipped"].items()]
     return Group(*parts)
 

@@ -8,8 +8,9 @@ import pytest
 
 from autopar.cli import main
 from autopar.errors import PlanError
-from autopar.validate import Predicted, predict, report, spearman, summary
+from autopar.validate import Predicted, predict, report, summary
 from autopar.validate_framework import framework_of
+from autopar.validate_ranks import groups_of, repeat_noise, spearman
 from autopar.validate_rows import Published, read
 from autopar.validate_run import run_of
 
@@ -57,7 +58,21 @@ def test_ranks(published):
     assert data["groups"]["n"] >= 45
     assert data["groups"]["median_spearman"] >= 0.95
     assert data["groups"]["mean_spearman"] >= 0.82
+    assert data["groups"]["errorless_spearman"] < 0.95  # what runs printed twice leave to any prediction
     assert data["groups"]["pairs"]["right"] >= 0.93 * data["groups"]["pairs"]["n"]
+
+
+def test_noise_of_repeated_runs_bounds_what_ranks_can_say():
+    def row(source, tp, time_s):
+        return Published("a", source, group=source, tp=tp, step_time_s=time_s)
+
+    quiet = [row("quiet", tp, time_s) for tp, time_s in ((1, 1.0), (2, 1.01), (4, 1.02))]
+    noisy = [row("noisy", tp, time_s) for tp, time_s in ((1, 1.0), (1, np.exp(0.2)), (2, 1.01), (4, 1.02))]
+    assert repeat_noise([*quiet, *noisy]) == {"noisy": pytest.approx(0.2 / np.sqrt(2))}
+    assert groups_of((r, r.step_time_s) for r in quiet)["errorless_spearman"] == pytest.approx(1.0)
+    found = groups_of((r, r.step_time_s) for r in noisy)
+    assert found["mean_spearman"] == pytest.approx(1.0)
+    assert found["errorless_spearman"] < 0.7  # three of the four are 1 % apart, two runs 14 %
 
 
 def test_groups_are_listed_and_pooled():

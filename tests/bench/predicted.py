@@ -175,7 +175,7 @@ def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[int, int], 
 
 
 def report(predicted: dict[tuple[int, int], float], measured: dict[tuple[int, int], float]) -> None:
-    from autopar.validate import spearman
+    from autopar.validate_ranks import spearman
 
     print("| ranks | plan | measured | predicted | error |\n|---|---|---|---|---|")
     for key in sorted(measured, key=measured.__getitem__):
