@@ -13,6 +13,7 @@ import torch
 
 from autopar.errors import AutoparError
 from tests.end_to_end import test_architectures as cases_of
+from tests.warm import warm_launchers
 
 GROUPS = {"train": cases_of.TRAIN, "eval": cases_of.EVAL, "bfloat16": cases_of.HALF, "four": cases_of.FOUR}
 
@@ -23,6 +24,11 @@ def main() -> None:
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--out", help="a Markdown file")
     asked = parser.parse_args()
+    with warm_launchers():
+        _run(asked)
+
+
+def _run(asked: argparse.Namespace) -> None:
     rows = []
     for group in asked.groups.split(","):
         for name, mode in dict.fromkeys((case[0], case[1]) for case in GROUPS[group]):
