@@ -37,11 +37,6 @@ FOUR = [
     ["gpt-tied", "2x2", 8, {"pin": {"pp": 2, "zero": 3, "dp": 2, "microbatches": 3}}],
 ]
 
-MEMORY = [
-    {"pp": 2, "microbatches": 4},
-    {"pp": 2, "microbatches": 4, "schedule": "gpipe"},
-    {"pp": 2, "microbatches": 4, "schedule": "interleaved-1f1b", "virtual_stages": 2},
-]
 USES = ("scaled", "another batch", "eval", "sharded batch", "loaded", "input gradient", "dropout", "scaler")
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-2p", 1), ("interleaved-1f1b", 2), ("looped-bfs", 2)]
@@ -50,11 +45,19 @@ MODELS = ("gpt", "hf-llama", "hf-gpt2", "gpt-tied", "t5", "unet", "mixed")
 INSIDE = ({"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "dp": 2, "zero": 3})
 
 
-def _pinned(model, mesh, pin, schedule, microbatches, backend):
+def _scheduled(pin, schedule, microbatches):
     name, virtual = schedule
     virtual = {} if name in ("zb-v", "dualpipe-v") else {"virtual_stages": virtual}
-    options = {"pin": {**pin, **virtual, "schedule": name, "microbatches": microbatches}, "backend": backend}
-    return [model, mesh, 8, options]
+    return {**pin, **virtual, "schedule": name, "microbatches": microbatches}
+
+
+def _pinned(model, mesh, pin, schedule, microbatches, backend):
+    return [model, mesh, 8, {"pin": _scheduled(pin, schedule, microbatches), "backend": backend}]
+
+
+MEMORY = [_scheduled({"pp": 2}, schedule, 4) for schedule in (("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2))]
+MORE_MEMORY = [_scheduled({"pp": 2}, schedule, 4) for schedule in (*SCHEDULES[2:], ("chimera", 1))]
+MEMORY_OF_FOUR = [_scheduled({"pp": 4}, schedule, 8) for schedule in SCHEDULES if schedule[1] == 1]
 
 
 # Pairs: every model with every schedule, and every inside with every model, micro-batches and backends in turn.
@@ -113,10 +116,24 @@ def test_two_ranks():
 @pytest.mark.reads(RUN)
 def test_bytes_kept_for_the_backward():
     """Within a tenth of the memory model by stage, and as many micro-batches as the schedule promises."""
-    for rank in RUN.results():
-        for pin, found in zip(MEMORY, rank["memory"], strict=True):
+    check_memory(MEMORY, [rank["memory"] for rank in RUN.results()])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("pins", [MORE_MEMORY, MEMORY_OF_FOUR], ids=["two", "four"])
+def test_bytes_kept_by_every_schedule(pins):
+    target = "tests.end_to_end.pipeline_memory:run_cases"
+    check_memory(pins, run_ranks_local(target, pins[0]["pp"], {"pins": pins}, 600, preload=CAPTURE))
+
+
+def check_memory(pins, ranks):
+    for rank in ranks:
+        for pin, found in zip(pins, rank, strict=True):
             assert found["in_flight"] == found["promised"], pin
             assert found["left"] == 0, f"{pin}: kept after the call"
+            held, expected = found["gradients"], found["predicted_gradients"]
+            assert abs(held - expected) <= 0.05 * expected, f"{pin}: {held} bytes of gradients, {expected} predicted"
             for stage, measured in found["measured"].items():
                 predicted = found["predicted"][stage]
                 assert abs(predicted - measured) <= 0.1 * measured, f"{pin}, stage {stage}: {predicted}, {measured}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,25 +17,42 @@ from autopar.cost.hardware import load_profile
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.mesh import Axis, with_pipeline
 from autopar.models import GPT, GPTConfig
+from autopar.solver.cut import Cell, Shared, States, balance, min_peak
 from autopar.solver.report import mesh_of
-from autopar.solver.stages import Cell, balance, min_peak
 
 
-def cells(seed: int, n: int) -> list[Cell]:
+class Read(NamedTuple):
+    cells: list[Cell]
+    parameters: list[set[int]]
+    """Of each cell."""
+    sizes: list[int]
+
+
+def cells(seed: int, n: int) -> Read:
+    """Cells that each read a parameter of their own and some that others read, too."""
     draw = random.Random(seed)
-    return [Cell(str(i), (), draw.random(), draw.randint(1, 9), draw.randint(0, 9)) for i in range(n)]
+    sizes = [draw.randint(1, 9) for _ in range(n + 2)]
+    parameters = [{i} | {s for s in (n, n + 1) if draw.random() < 0.3} for i in range(n)]
+    found: list[Cell] = []
+    for i, mine in enumerate(parameters):
+        last = {p: max((j for j in range(i) if p in parameters[j]), default=None) for p in mine}
+        own = States(float(sum(sizes[p] for p, j in last.items() if j is None)))
+        again = tuple(Shared(j, States(float(sizes[p]))) for p, j in last.items() if j is not None)
+        found.append(Cell(str(i), (), draw.random(), draw.randint(0, 9), own, again))
+    return Read(found, parameters, sizes)
 
 
-def brute(found: list[Cell], stages: int, memory: float, share: list[float]) -> float | None:
-    best = None
-    for cuts in itertools.combinations(range(1, len(found)), stages - 1):
-        parts = [found[a:b] for a, b in itertools.pairwise((0, *cuts, len(found)))]
+def brute(read: Read, stages: int, memory: float, share: list[float]) -> float | None:
+    best, n = None, len(read.cells)
+    for cuts in itertools.combinations(range(1, n), stages - 1):
+        parts = [range(a, b) for a, b in itertools.pairwise((0, *cuts, n))]
         peak = [
-            sum(c.state_bytes for c in p) + s * sum(c.activation_bytes for c in p)
-            for p, s in zip(parts, share, strict=True)
+            sum(read.sizes[p] for p in set().union(*(read.parameters[i] for i in part)))
+            + s * sum(read.cells[i].activation_bytes for i in part)
+            for part, s in zip(parts, share, strict=True)
         ]
         if max(peak) <= memory:
-            worst = max(sum(c.time_s for c in p) for p in parts)
+            worst = max(sum(read.cells[i].time_s for i in part) for part in parts)
             best = worst if best is None else min(best, worst)
     return best
 
@@ -41,10 +60,10 @@ def brute(found: list[Cell], stages: int, memory: float, share: list[float]) -> 
 @pytest.mark.parametrize("seed", range(30))
 def test_balance_equals_brute_force(seed: int) -> None:
     draw = random.Random(seed)
-    found, stages = cells(seed, draw.randint(4, 9)), draw.randint(1, 4)
+    read, stages = cells(seed, draw.randint(4, 9)), draw.randint(1, 4)
     share = [draw.random() for _ in range(stages)]
-    memory = draw.uniform(10, 60)
-    expected = brute(found, stages, memory, share)
+    memory, found = draw.uniform(10, 60), read.cells
+    expected = brute(read, stages, memory, share)
     if expected is None:
         with pytest.raises(InfeasibleError, match=f"{len(found)} blocks into {stages} stages"):
             balance(found, stages, memory, share)
@@ -192,7 +211,8 @@ def test_batch_statistics_leave_one_micro_batch_and_say_so() -> None:
 def test_the_stages_together_hold_what_the_model_does() -> None:
     whole = planned("1").predicted["peak_memory_bytes"][0]
     stages = planned("2", pp=2, schedule="gpipe", microbatches=1).predicted["peak_memory_bytes"]
-    assert sum(stages) == pytest.approx(whole, rel=1e-3)
+    tied = 16 * 64 * 32  # the token embedding, once more in the stage of the head
+    assert sum(stages) == pytest.approx(whole + tied, rel=1e-3)
 
 
 class _Late(nn.Module):
@@ -218,3 +238,14 @@ def test_every_rank_has_a_parameter_for_its_optimizer() -> None:
         autopar.plan(_Late(2), autopar.Mesh("4"), example_args=example, pin={"pp": 4})
     with pytest.raises(PlanError, match=r"stage 1 of the cut .* holds no parameter"):
         autopar.plan(_Late(2), autopar.Mesh("2"), example_args=example, pin={"pp": 2, "stages": [2, 1]})
+
+
+def test_a_tied_weight_is_held_by_every_stage_that_reads_it() -> None:
+    config = GPTConfig(vocab=512, context=16, layers=2, heads=4, width=32, ff_width=64)
+    held = [
+        autopar.plan(GPT(replace(config, tied=tied), batch=8, seq=8), autopar.Mesh("2"), pin={"pp": 2})
+        for tied in (True, False)
+    ]
+    tied, apart = (plan.predicted["memory"]["parameters_gradients_optimizer"] for plan in held)
+    assert [len(s["blocks"]) for plan in held for s in plan.stages] == [2, 2, 2, 2]
+    assert tied == apart
