@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class Compiled:
         self.graphs: list[Graphs] = []
         self.trained: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which inputs take a gradient; `eager` where AOTAutograd refused."""
+        self.apart = ""
+        """Why equal blocks were not lowered once for all, but one by one; the dump says it."""
 
     def __call__(self, *values: torch.Tensor) -> Any:
         wanted = tuple(v.requires_grad for v in values)
@@ -72,8 +74,10 @@ class Compiled:
             return self.trained[wanted](*values)
         blocks = Repeats(self.program.graph, decompositions_of(self.backend == "inductor"))
         if blocks.places:
-            with suppress(NotLowered):  # the whole program is traced then, and what is refused in it is told
+            try:
                 return self._lowered(wanted, values, blocks)
+            except NotLowered as refused:  # the whole program is traced then, and what is refused in it is told
+                self.apart = _said(refused.__cause__ or refused)
         try:
             return self._lowered(wanted, values, None)
         except NotLowered as refused:
@@ -138,7 +142,8 @@ class Compiled:
         self.graphs.append(graphs)
         if self.dump is not None:
             for which, text in (("forward", forward_text), ("backward", backward_text)):
-                self.dump.write(f"lower_{which}", None, extra=text(graphs, self.program, self.dump.axes))
+                why = f"# equal blocks are traced one by one: {self.apart}\n" if self.apart else ""
+                self.dump.write(f"lower_{which}", None, extra=why + text(graphs, self.program, self.dump.axes))
             printed = kernels_text(graphs)
             if printed:
                 self.dump.write("fuse", None, extra=printed)
@@ -163,10 +168,15 @@ class _Following(Interpreter):
         return super().run_node(n)
 
 
+def _said(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__
+
+
 def _refusal(error: Exception, at: Node | None) -> str:
     """One line: which op, where in the user's code, what AOTAutograd says."""
     inside = [frame for frame in _frames(error) if is_user_file(frame[0]) and "/autopar/" not in frame[0]]
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if at is not None and at.op == "call_function":
         what = f"{op_text(at)} ({record(at).where or record(at).op})"
     elif inside:
@@ -175,7 +185,7 @@ def _refusal(error: Exception, at: Node | None) -> str:
     else:
         what = "the backward"
     return (
-        f"backend='aot': AOTAutograd refuses {what}: {type(error).__name__}: {said:.200}; "
+        f"backend='aot': AOTAutograd refuses {what}: {_said(error)}; "
         "this program runs op by op, as under backend='eager'"
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar import repeated
 from autopar.models import GPT, GPTConfig, Llama, LlamaConfig, MoE, MoEConfig
 from autopar.passes import outline
 from autopar.passes.cast import Cast
@@ -343,3 +344,20 @@ def test_inductor_is_handed_equal_blocks_too(traces):
     wanted = {k: p.grad for k, p in model.named_parameters()}
     torch.testing.assert_close({k: p.grad for k, p in m.named_parameters()}, wanted, rtol=1e-12, atol=1e-12)
     assert len(traces) == 2
+
+
+def test_blocks_that_cannot_share_a_trace_are_told_in_the_dump(tmp_path, monkeypatch):
+    def refused(*_):
+        raise repeated.Unequal("for this test")
+
+    monkeypatch.setattr(repeated, "_trace", refused)
+    model, ids = MODELS["gpt"](3), torch.randint(1, 64, (2, 8))
+    expected = model(ids, ids)
+    m = autopar.parallelize(MODELS["gpt"](3), "1", example_args=(ids, ids), dump_dir=str(tmp_path))
+    m.load_state_dict(model.state_dict())
+    loss = m(ids, ids)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for text in tmp_path.glob("**/*lower_*"):
+        assert text.read_text().count("# equal blocks are traced one by one: Unequal: for this test\n") == 1
+    assert len(list(tmp_path.glob("**/*lower_*"))) == 2
