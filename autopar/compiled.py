@@ -105,6 +105,8 @@ class Compiled:
             if len(self.graphs) > made:  # it was lowered: the error is one of running it
                 raise
             raise NotLowered(_refusal(error, interpreter.at)) from error
+        if self.backend == "aot":
+            _keep_saved(results)
         self.trained[wanted] = run
         return results
 
@@ -152,6 +154,16 @@ class Compiled:
 def _unobserved() -> AbstractContextManager[Any]:
     """Without the user's dispatch modes (a flop counter, a memory tracker): traced under one, ops fall into others."""
     return getattr(torch.utils._python_dispatch, "_disable_current_modes", nullcontext)()
+
+
+def _keep_saved(results: Sequence[Any]) -> None:
+    """Allow `backward(retain_graph=True)`: AOTAutograd refuses it, since a compiler may write into what is saved; no
+    pass of ours does.
+    """
+    for value in results:
+        made_by = getattr(getattr(value, "grad_fn", None), "_forward_cls", None)
+        if hasattr(made_by, "metadata"):
+            made_by.metadata.bw_donated_idxs = []
 
 
 class NotLowered(Exception):

@@ -9,7 +9,9 @@ plan.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,7 @@ from autopar.layout import Layout, Parts, shard_of
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import OutputRef, Program
+from autopar.runtime.anomaly import allow_anomaly_mode
 from autopar.runtime.check import digest, same_everywhere, share, value_digest
 from autopar.runtime.moves import use_groups
 from autopar.runtime.optimizer_form import STEPPED
@@ -89,6 +92,7 @@ class ParallelModule(nn.Module):
         self._mesh, self._lower, self._shards, self._batch_axes = mesh, lower, shards, batch_axes
         self._cache: dict[Any, Lowered] = {}
         self._first = True
+        self._memory: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._precision = precision or Precision()
         self._wholes = Wholes(mesh, accumulate)
         self._random = random
@@ -101,15 +105,38 @@ class ParallelModule(nn.Module):
         for alias, name in ties.items():
             if name in state:
                 place(self, alias, state[name], persistent=persistent.get(name, True))
+        self._refuse_replaced(dict(self.named_parameters()))
         if mesh.line is not None:
             count_norms_over_stages(self, mesh.line, self._owners)
         SHARDED.add(self.parameters())
         STEPPED.add(self.parameters())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Parameters, buffers and draws of its own (an average of weights, a target network) on the same ranks, with
+        the same programs. Parameters start without gradients and hooks, as those of any copied module.
+        """
+        shared = (self.plan, self._mesh, self._lower, self._shards, self._precision)
+        memo.update({id(each): each for each in shared})
+        for parameter in self.parameters():
+            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        # a pipeline's program remembers the calls that are on their way
+        lowered = dict(self._cache) if self._mesh.line is None else {}
+        wholes = Wholes(self._mesh, self._wholes.accumulate, keep=False)
+        memo[id(self._cache)], memo[id(self._wholes)] = lowered, wholes
+        other = memo[id(self)] = self.__class__.__new__(self.__class__)
+        other.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        if self._mesh.line is not None:
+            count_norms_over_stages(other, self._mesh.line, self._owners)
+        SHARDED.add(other.parameters())
+        STEPPED.add(other.parameters())
+        return other
+
     # calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own call. Plain tensors are the global batch; the result has the model's own structure."""
+        if torch.is_anomaly_enabled():
+            allow_anomaly_mode()
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self._agree(leaves, spec)
         leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
@@ -131,6 +158,7 @@ class ParallelModule(nn.Module):
         written = {sink.path for sink in lowered.program.sinks if sink.kind == "state"}
         held = {s.path: _find(self, s.path) for s in sources if s.kind != "input"}
         stored = {path: value for path, value in held.items() if value is not None}
+        self._refuse_replaced(stored)
         local = dict(zip(stored, locals_of(list(stored.values())), strict=True))
         once = {p: (stored[p], local[p], life) for p, life in lowered.lifetimes.items() if p in local}
         local.update(self._wholes.tensors(once))
@@ -145,6 +173,20 @@ class ParallelModule(nn.Module):
             else:
                 values.append(lowered.program.state[source.path].to(self._mesh.device))
         return values
+
+    def _refuse_replaced(self, stored: Mapping[str, torch.Tensor]) -> None:
+        """torch lets `p.data = value` pass on a DTensor, and goes on with the old values."""
+        for path, parameter in stored.items():
+            if isinstance(parameter, DTensor):
+                memory = parameter.untyped_storage()._cdata
+                known, before = self._memory.get(path, (None, memory))
+                if known is None or known() is not parameter:
+                    self._memory[path] = weakref.ref(parameter), memory
+                elif memory != before:
+                    raise PlanError(
+                        f"{path}: p.data = ... (as nn.utils.vector_to_parameters does) leaves the values of a DTensor "
+                        "as they were; write them in place, under torch.no_grad(): p.copy_(...)"
+                    )
 
     def _lowered(self, leaves: list[Any], spec: Any) -> Lowered:
         key = (self.training, str(spec), tuple(map(_described, leaves)))
@@ -212,21 +254,7 @@ class ParallelModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Accepts this module's own (DTensor) state dict and the single-device model's full one."""
-        held = self.state_dict(keep_vars=True)
-        ready = {}
-        for name, value in state_dict.items():
-            mine = held.get(name)
-            if mine is None and self._state_names.get(name, name) in self._owners:
-                continue  # of another stage
-            if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                parts, layout = self._shards[self._state_names.get(name, name)]
-                if tuple(value.shape) == parts.shape:
-                    there = value.to(mine.to_local().device)  # the host's memory, where it is offloaded
-                    local = shard_of(there, parts, layout, self._mesh.logical.sizes, self._mesh.coordinate)
-                    value = as_dtensor(local.clone(), parts, layout, self._mesh)
-            ready[name] = value
-        self.parameters_changed()
-        return super().load_state_dict(ready, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -234,10 +262,25 @@ class ParallelModule(nn.Module):
             destination[prefix + _EXTRA] = self._draws.to_tensor()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """A state dict without seed and counters (the single-device model's) leaves ours as they are."""
+        """Also as part of a larger module. A state dict without seed and counters (the single-device model's) leaves
+        ours as they are.
+        """
         saved = state_dict.pop(prefix + _EXTRA, None)
         if saved is not None:
             self._draws.load(saved)
+        held = self.state_dict(keep_vars=True)
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            name, value = key.removeprefix(prefix), state_dict[key]
+            mine, stored = held.get(name), self._state_names.get(name, name)
+            if mine is None and stored in self._owners:
+                del state_dict[key]  # of another stage
+            elif isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                parts, layout = self._shards[stored]
+                if tuple(value.shape) == parts.shape:
+                    there = value.to(mine.to_local().device)  # the host's memory, where it is offloaded
+                    local = shard_of(there, parts, layout, self._mesh.logical.sizes, self._mesh.coordinate)
+                    state_dict[key] = as_dtensor(local.clone(), parts, layout, self._mesh)
+        self.parameters_changed()
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     # data
@@ -280,8 +323,9 @@ class ParallelModule(nn.Module):
             self._wholes.sync = before
 
     def parameters_changed(self) -> None:
-        """Say that parameters were changed otherwise than by an optimizer's step or `load_state_dict`: at ZeRO levels 1
-        and 2 gathered copies are kept, and a write through `p.data` or `torch._foreach_*` cannot be seen.
+        """Say that parameters were changed otherwise than by an optimizer's step, by `load_state_dict`, or in place one
+        by one (`p.clamp_(...)`): at ZeRO levels 1 and 2 gathered copies are kept, and a write through `p.data` or
+        `torch._foreach_*` cannot be seen.
         """
         self._wholes.drop()
 

@@ -21,6 +21,8 @@ REFUSED = {
     "Rprop": "writes by index into a gradient, which DTensor cannot do to a shard's",
 }
 """Class of torch.optim -> why."""
+REFUSED_FUSED = ("SGD", "Adagrad")
+"""Whose fused kernels DTensor does not know, cut or whole."""
 
 
 class Sharded:
@@ -41,10 +43,16 @@ class Sharded:
         return self._refs.get(id(parameter)) is parameter
 
     def _check(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        ours = [p for group in optimizer.param_groups for p in group["params"] if self._is_ours(p)]
+        names = {c.__name__ for c in type(optimizer).__mro__}
+        if ours and names.intersection(REFUSED_FUSED) and any(group.get("fused") for group in optimizer.param_groups):
+            raise PlanError(
+                f"{type(optimizer).__name__}(fused=True) cannot step DTensors in this torch: leave fused out, or pass "
+                "foreach=True"
+            )
         why = next((REFUSED[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in REFUSED), None)
         if why is None:
             return
-        ours = (p for group in optimizer.param_groups for p in group["params"] if self._is_ours(p))
         if any(not placement.is_replicate() for p in ours for placement in p.placements):
             raise PlanError(
                 f"{type(optimizer).__name__} cannot step sharded parameters: it {why}; use AdamW, SGD or Muon, or pin "

@@ -14,10 +14,11 @@ computes with; its gradient comes back as a part (P) and leaves as the shard's. 
 A parameter that lies in host memory (`Lifetime.host`) is copied to the device on the way, and its gradient back; it
 need not be gathered for that.
 
-The parameters change in an optimizer step (torch's public post-step hook says so: version counters of DTensors do not
-move), in `load_state_dict`, and when `parameters_changed()` says so. Gradients that are still parts when an optimizer
-steps are reduced before it does. Where `.grad` is there already, and is no part (after `zero_grad(set_to_none=False)`),
-every backward reduces.
+The parameters change in an optimizer step (torch's public post-step hook says so: fused and foreach steps move no
+version counter), in `load_state_dict`, when they are written in place one by one (`p.clamp_(...)` moves the DTensor's
+counter), and when `parameters_changed()` says so. Gradients that are still parts when an optimizer steps are reduced
+before it does. Where `.grad` is there already, and is no part (after `zero_grad(set_to_none=False)`), every backward
+reduces.
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ class Lifetime:
 
 
 class Wholes:
-    """The gathered parameters of one module. `sync` is False inside `no_sync()`."""
+    """The gathered parameters of one module. `sync` is False inside `no_sync()`. keep: between calls, too; else from
+    the first step of an optimizer on: averages of weights are written in ways that nobody sees.
+    """
 
-    def __init__(self, mesh: ProcessMesh, accumulate: int) -> None:
-        self.mesh, self.accumulate, self.sync = mesh, accumulate, True
+    def __init__(self, mesh: ProcessMesh, accumulate: int, keep: bool = True) -> None:
+        self.mesh, self.accumulate, self.keep, self.sync = mesh, accumulate, keep, True
         self._held: dict[tuple[str, Layout], Whole] = {}
         self._awaited: set[Whole] = set()
         self._arrived: list[tuple[Whole, torch.Tensor]] = []
@@ -83,7 +86,7 @@ class Wholes:
 
     def gathered(self, wholes: Sequence[Whole], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are kept and still hold are used again."""
-        keys = [(shard.data_ptr(), shard._version) for shard in shards]
+        keys = [whole.key_of(shard) for whole, shard in zip(wholes, shards, strict=True)]
         missing = [i for i, whole in enumerate(wholes) if whole.value is None or whole.key != keys[i]]
         values = [whole.value for whole in wholes]
         with torch.inference_mode(False), torch.no_grad():  # kept for training, whatever this call is
@@ -91,7 +94,7 @@ class Wholes:
             steps = [wholes[i].steps for i in missing]
             for i, value in zip(missing, self._moved(sent, steps), strict=True):
                 values[i] = value
-                if wholes[i].lifetime.kept:
+                if wholes[i].lifetime.kept and self.keep:
                     wholes[i].value, wholes[i].key = value, keys[i]
         return values  # type: ignore[return-value]
 
@@ -164,7 +167,7 @@ class Whole:
     def __init__(self, lifetime: Lifetime, owner: Wholes) -> None:
         self.lifetime, self.owner = lifetime, owner
         self.value: torch.Tensor | None = None
-        self.key: tuple[int, int] = (0, 0)
+        self.key: tuple[int, ...] = ()
         self.backwards = 0
         self.unsynced = self.due = False
         self.parameter: weakref.ref[torch.Tensor] | None = None
@@ -176,6 +179,11 @@ class Whole:
             FOLLOWED.add(self, parameter)
             if self.lifetime.level == 1 and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_tell_arrived(weakref.ref(self)))
+
+    def key_of(self, shard: torch.Tensor) -> tuple[int, ...]:
+        """What moves when the parameter is written in place by hand (`p.clamp_(...)` under `no_grad`)."""
+        parameter = self.parameter() if self.parameter is not None else None
+        return (shard.data_ptr(), shard._version, parameter._version if parameter is not None else 0)
 
     def sent(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard in the dtype, and on the device, that it is gathered in."""
@@ -317,7 +325,7 @@ class _Followed:
 
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for _, whole in self._of(optimizer):
-            whole.value = None
+            whole.value, whole.owner.keep = None, True
 
 
 FOLLOWED = _Followed()

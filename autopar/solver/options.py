@@ -88,7 +88,8 @@ class Options:
         self, chosen: Mapping[str, int], found: Mapping[str, list[Strategy]]
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Each pinned axis must cut at least one op that makes it one of its role; sp asks for an op cut along the
-        sequence on a tp axis.
+        sequence on a tp axis. A plan that is carried out for another batch (the last one, of one sample) keeps what it
+        can: its axis was cut when it was made.
         """
 
         def cuts(name: str, option: str) -> bool:
@@ -105,6 +106,8 @@ class Options:
                 for i, s in enumerate(options)
                 if cuts(name, s.options[a])
             ]
+            if not row and self.settings.fixed is not None:
+                continue
             if not row:
                 raise PlanError(
                     f"pin {axis.role}={self.settings.pins.degrees[axis.role]} cannot be kept: no op of the model "
