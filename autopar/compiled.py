@@ -32,6 +32,7 @@ from autopar.passes.stream_cross_entropy import StreamCrossEntropy
 from autopar.program import Program, record
 from autopar.repeated import Repeats
 from autopar.runtime.backward_split import splittable
+from autopar.runtime.unused import leave_unused
 from autopar.user_function import op_text
 
 PASSES = (MergeCollectives().run, MergeGathers().run, Overlap().run, Prefetch().run)
@@ -107,7 +108,15 @@ class Compiled:
             raise NotLowered(_refusal(error, interpreter.at)) from error
         if self.backend == "aot":
             _keep_saved(results)
-        self.trained[wanted] = run
+        read = self.graphs[-1].read
+        leave_unused(results, read)
+
+        def used(*values: torch.Tensor) -> Any:
+            results = run(*values)
+            leave_unused(results, read)
+            return results
+
+        self.trained[wanted] = used if len(results) > 1 else run
         return results
 
     def _lowering(self, run: Callable[..., Any], device: str, blocks: Repeats | None) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autopar.program import record
 from autopar.runtime.bound import bound
+from autopar.runtime.unused import gradients_read
 
 aten = torch.ops.aten
 
@@ -47,12 +48,14 @@ _TOLD = {CheckpointPolicy.MUST_RECOMPUTE: True, CheckpointPolicy.MUST_SAVE: Fals
 class Graphs:
     """The lowered program. saved: names of the forward values kept for the backward, and the bytes of each; parameters
     and inputs, which live anyway, are not among them. results: how many outputs the forward gives before what is saved.
+    read: for each input, the incoming gradients that its own is made of, as bits.
     """
 
     forward: GraphModule
     backward: GraphModule
     saved: Mapping[str, int]
     results: int
+    read: tuple[int, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -302,6 +305,7 @@ def lower_to_graphs(
     def cut(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[GraphModule, GraphModule]:
         for rewrite in joint_passes:
             joint = rewrite(joint)
+        read = gradients_read(joint.graph, num_fwd_outputs)
         graphs = partition.run(joint, num_fwd_outputs, Draft)
         forward, backward = graphs.forward, graphs.backward
         for rewrite in passes:
@@ -310,7 +314,7 @@ def lower_to_graphs(
             _loosen(forward)
             _loosen(backward)
         forward, backward = (GraphModule(m, m.graph) for m in (forward, backward))
-        told(replace(graphs, forward=forward, backward=backward))
+        told(replace(graphs, forward=forward, backward=backward, read=read))
         return forward, backward
 
     def compiled(module: GraphModule, inputs: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.program import record
+from autopar.runtime.transfer import PART
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -193,11 +194,11 @@ def _move_before(end: Node, node: Node) -> None:
 
 
 def _readers(wait: Node) -> list[Node]:
-    """What reads a value in the end, views, copies and casts passed through."""
+    """What reads a value in the end; views, copies, casts and what makes it a part of a sum are passed through."""
     found, stack = [], list(wait.users)
     while stack:
         node = stack.pop()
-        if node.target in SHAPES:
+        if node.target in SHAPES or node.target is PART:
             stack += node.users
         else:
             found.append(node)

@@ -131,6 +131,17 @@ class ParallelModule(nn.Module):
         STEPPED.add(other.parameters())
         return other
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
+        """What `to`, `cpu`, `double` and the like call: parameters stay what and where the plan says."""
+        for name, held in (*self.named_parameters(), *self.named_buffers()):
+            value = fn(held.detach())
+            if (value.dtype, value.device.type) != (held.dtype, held.device.type):
+                raise PlanError(
+                    f"{name}: {held.dtype} on {held.device.type} cannot become {value.dtype} on {value.device.type} in "
+                    "a parallel module: convert the model before autopar.parallelize, or pass precision="
+                )
+        return self
+
     # calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

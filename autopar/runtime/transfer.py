@@ -17,6 +17,19 @@ import torch.distributed._functional_collectives  # defines the ops below
 from autopar.layout import GRADIENT, TRANSITIONS, chunk
 
 _ops = torch.ops._c10d_functional
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define("part(Tensor x, bool mine) -> Tensor")
+
+
+def _part(x: torch.Tensor, mine: bool) -> torch.Tensor:
+    return x.clone() if mine else torch.zeros_like(x)
+
+
+# one op on every rank: passes that see a copy here and zeros there would put the ranks' collectives in unlike buckets
+_LIBRARY.impl("part", _part, "CompositeExplicitAutograd")
+torch.library.register_fake("autopar::part", lambda x, mine: torch.empty_like(x), lib=_LIBRARY)
+PART = torch.ops.autopar.part.default
+"""A whole value as this rank's part of a sum: itself on one rank, zeros on the others."""
 
 Uncut = tuple[tuple[int, ...], ...]
 """Parts of each dim as this rank would see them if the axis of the move did not cut."""
@@ -67,7 +80,8 @@ def transfer(x: torch.Tensor, group: AxisGroup, source: str, target: str, uncut:
     if primitive == "nothing":
         return x.clone()
     if primitive == "keep":
-        return x.clone() if index == 0 else torch.zeros_like(x)
+        kept: torch.Tensor = PART(x, index == 0)
+        return kept
     if primitive == "all_reduce":
         return _wait(_ops.all_reduce(_sendable(x.contiguous()), "sum", group.name)).to(x.dtype)
     if primitive == "slice":

@@ -28,7 +28,9 @@ class Net(nn.Module):
         self.double()
 
     def forward(self, x, y):
-        return F.mse_loss(self.down(F.gelu(self.norm(self.up(x)))), y)
+        """A loss, and a penalty that `down` has no part in."""
+        inner = F.gelu(self.norm(self.up(x)))
+        return F.mse_loss(self.down(inner), y), inner.square().mean()
 
 
 def batch(seed, size=8):
@@ -39,6 +41,10 @@ def batch(seed, size=8):
 @functools.cache
 def _made(pin):
     return autopar.parallelize(Net(), autopar.Mesh("2"), example_args=batch(0), pin=PINS[pin])
+
+
+def loss_of(m, seed, size=8):
+    return m(*batch(seed, size))[0]
 
 
 def parallel(pin):
@@ -61,7 +67,7 @@ def error(loop, pin):
 
 
 def train(m, optimizer, seed, size=8):
-    loss = m(*batch(seed, size))
+    loss = loss_of(m, seed, size)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -84,7 +90,7 @@ def averaged(m):
         train(m, optimizer, step)
         average.update_parameters(m)
         with torch.no_grad():
-            out[f"loss {step}"] = average(*batch(9))
+            out[f"loss {step}"] = loss_of(average, 9)
     return {**out, **state(average)}
 
 
@@ -107,13 +113,13 @@ def written(m):
         with torch.no_grad():
             for p in m.parameters():
                 p.clamp_(-0.1, 0.1)
-        out[f"then {step}"] = m(*batch(9))
+        out[f"then {step}"] = loss_of(m, 9)
     return out
 
 
 def retained(m):
     """Two backwards of one forward."""
-    loss = m(*batch(0))
+    loss = loss_of(m, 0)
     loss.backward(retain_graph=True)
     (3 * loss).backward()
     return {n: p.grad for n, p in m.named_parameters()}
@@ -122,7 +128,7 @@ def retained(m):
 def watched(m):
     """Under detect_anomaly, which looks for NaN in each gradient."""
     with torch.autograd.detect_anomaly():
-        m(*batch(0)).backward()
+        loss_of(m, 0).backward()
     return {n: p.grad for n, p in m.named_parameters()}
 
 
@@ -133,6 +139,23 @@ def last_of_one(m):
     return {**losses, **state(m)}
 
 
+def one_of_two(m):
+    """Backward of the penalty alone: `down` has no gradient then, and AdamW leaves it and its moments as they are."""
+    optimizer = torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.5)
+    for step, which in enumerate((0, 1, 0)):
+        m(*batch(step))[which].backward()
+        assert (m.down.weight.grad is None) == (which == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(m)
+
+
+def moved(m):
+    """To where it is, as what it is."""
+    m.cpu().to(torch.float64)
+    return {"loss": train(m, sgd(m), 0), **state(m)}
+
+
 class Larger(nn.Module):
     """The module is a part of an eager one, with a head that it does not know."""
 
@@ -141,7 +164,7 @@ class Larger(nn.Module):
         self.inner, self.scale = inner, nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
 
     def forward(self, x, y):
-        return self.inner(x, y) * self.scale
+        return (self.inner(x, y)[0] * self.scale,)
 
 
 def part_of_a_larger_one(m):
@@ -153,7 +176,10 @@ def part_of_a_larger_one(m):
     return {"loss": train(larger, sgd(larger), 2), **state(larger)}
 
 
-LOOPS = {f.__name__: f for f in (averaged, copied, written, retained, watched, last_of_one, part_of_a_larger_one)}
+LOOPS = {
+    f.__name__: f
+    for f in (averaged, copied, written, retained, watched, last_of_one, one_of_two, moved, part_of_a_larger_one)
+}
 
 
 def replaced(m):
@@ -162,13 +188,18 @@ def replaced(m):
 
 def fused(make):
     def step(m):
-        m(*batch(0)).backward()
+        loss_of(m, 0).backward()
         make(m.parameters(), lr=0.1, fused=True).step()
 
     return step
 
 
-REFUSED = {"replaced": replaced, "SGD": fused(torch.optim.SGD), "Adagrad": fused(torch.optim.Adagrad)}
+REFUSED = {
+    "replaced": replaced,
+    "float": nn.Module.float,
+    "SGD": fused(torch.optim.SGD),
+    "Adagrad": fused(torch.optim.Adagrad),
+}
 
 
 def refusal(change):

@@ -18,5 +18,6 @@ def test_what_torch_would_let_pass_or_fail_in_is_refused(on_two_ranks):
     for rank in on_two_ranks("loops"):
         refused = rank["refused"]
         assert refused["replaced"].startswith("up.weight: p.data = ...")
+        assert refused["float"].startswith("up.weight: torch.float64 on cpu cannot become torch.float32")
         for name in ("SGD", "Adagrad"):
             assert refused[name].startswith(f"{name}(fused=True) cannot step DTensors")

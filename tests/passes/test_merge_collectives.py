@@ -15,6 +15,7 @@ from autopar.passes.merge_collectives import (
 )
 from autopar.program import Record, set_record
 from autopar.runtime.moves import load, move
+from autopar.runtime.transfer import PART, AxisGroup, transfer
 from tests.golden_files import check_golden
 from tests.passes.local_group import one_rank
 
@@ -74,6 +75,21 @@ def test_groups_and_dtypes_stay_apart():
     module = MergeCollectives().run(traced(mixed, *VALUES[:2]))
     # here both axes name one group of one rank, so only the dtype tells them apart
     assert count(module, ALL_REDUCE) == 2
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_every_rank_sees_the_same_buckets(index):
+    """A whole gradient that goes on as a part of a sum: a copy on one rank, zeros on the others, one op on all."""
+
+    def parts(a, b):
+        group = AxisGroup("dp", 2, index)
+        return transfer(reduced(a), group, "R", "P", ()), transfer(reduced(b), group, "R", "P", ())
+
+    module = MergeCollectives().run(traced(parts, *VALUES[:2]))
+    assert count(module, ALL_REDUCE) == 1
+    assert count(module, PART) == 2
+    for got, value in zip(module(*VALUES[:2]), VALUES, strict=False):
+        torch.testing.assert_close(got, torch.zeros_like(value) if index else value)
 
 
 def test_what_the_graph_reads_is_not_held_back():
