@@ -96,8 +96,8 @@ ADVICE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"DroppedError: differentiates",
-        "a gradient is taken inside forward, and a captured graph has no backward yet",
-        "write the derivative out, or put it in an autograd.Function",
+        "a gradient is taken inside forward in a way that a graph cannot hold",
+        "take it with torch.autograd.grad, of real values, or put it in an autograd.Function",
     ),
     (
         r"DynamicOutputShape",

@@ -27,6 +27,7 @@ from autopar.capture.blocks import find_blocks
 from autopar.capture.explain import explain, module_of, quiet, refuse, where_of
 from autopar.capture.functional import functionalise
 from autopar.capture.functions import keep_functions
+from autopar.capture.gradients import gradients_kept, write_out
 from autopar.capture.graph import Copier, drop_noise, drop_unused, regions_flat, stop_gradients
 from autopar.capture.inputs import register_dataclasses, separate
 from autopar.capture.lines import user_lines
@@ -50,7 +51,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     try:
         with (
             unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), values_unchecked(), data_detached(),
-            calls_refused(), regions_flat(), vmap_unrolled(), values_unread(), user_lines(), torch.enable_grad(),
+            calls_refused(), gradients_kept(), regions_flat(), vmap_unrolled(), values_unread(), user_lines(),
+            torch.enable_grad(),
         ):  # fmt: skip
             model.register_forward_hook(lambda module, given, result: register_dataclasses(result))
             exported = torch.export.export(model, copied_args, copied_kwargs, strict=False)
@@ -65,6 +67,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     drop_unused(graph)
     _refuse_data_dependence(graph)
     written = functionalise(graph, kinds, copier.no_grad)
+    write_out(graph, copier.no_grad)
     sinks, out_values = _sinks(graph, exported, {sources.by_node[n].path: new for n, new in written.items()})
     carries = stop_gradients(graph, copier.no_grad, kinds)
     _detach_state(graph, sinks, carries)

@@ -1,7 +1,7 @@
-"""Calls and hooks that export would drop without a word: gradients changed or taken inside the model.
+"""Calls and hooks that export would drop without a word: gradients changed or accumulated inside the model.
 
 Enters: the module before it is traced, and calls that its forward makes. Leaves: nothing; the graph needs none of this.
-Refused, as `CaptureError`: hooks on gradients of parameters, of modules and of values inside forward; gradients taken
+Refused, as `CaptureError`: hooks on gradients of parameters, of modules and of values inside forward; `backward()`
 inside forward. The graph holds the forward alone, so each of these would be lost and the gradients silently wrong.
 What an `autograd.Function` does inside is its own affair.
 """
@@ -26,7 +26,6 @@ class DroppedError(CaptureError):
 _CALLS: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "register_hook", "hooks"),
     (torch.Tensor, "backward", "differentiates"),
-    (torch.autograd, "grad", "differentiates"),
     (torch.autograd, "backward", "differentiates"),
 )
 """(owner, name, what it does: a word that `explain` looks for)."""

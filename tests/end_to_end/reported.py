@@ -115,6 +115,22 @@ class Momentum(nn.Module):
         return F.cross_entropy(found @ wanted.T / 0.2, torch.arange(len(x)))
 
 
+class Forces(nn.Module):
+    """Energies and their gradient by the positions, both learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.kind, self.far, self.up, self.out = nn.Embedding(4, 6), nn.Linear(1, 6), nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, kinds, places, energies, forces):
+        places = places.clone().requires_grad_()
+        apart = (places[:, :, None] - places[:, None]).square().sum(-1, keepdim=True)
+        h = self.kind(kinds) + (self.far(apart).tanh() * self.kind(kinds)[:, None]).sum(2)
+        found = self.out(F.silu(self.up(h))).sum((1, 2))
+        (slope,) = torch.autograd.grad(found.sum(), places, create_graph=True)
+        return F.mse_loss(found, energies) + F.mse_loss(-slope, forces)
+
+
 def _cases():
     g = torch.Generator().manual_seed(2)
 
@@ -133,6 +149,7 @@ def _cases():
         Opaque: (real(SAMPLES, 6),),
         Tables: (whole(0, 20, SAMPLES), whole(0, 20, SAMPLES)),
         Momentum: (real(SAMPLES, 6),),
+        Forces: (whole(0, 4, SAMPLES, 3), real(SAMPLES, 3, 3), real(SAMPLES), real(SAMPLES, 3, 3)),
     }
 
 
