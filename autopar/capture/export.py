@@ -29,7 +29,7 @@ from autopar.capture.functional import functionalise
 from autopar.capture.functions import keep_functions
 from autopar.capture.gradients import gradients_kept, write_out
 from autopar.capture.graph import Copier, drop_noise, drop_unused, regions_flat, stop_gradients
-from autopar.capture.inputs import register_dataclasses, separate
+from autopar.capture.inputs import register_dataclasses, restored, separate
 from autopar.capture.lines import user_lines
 from autopar.capture.refused import calls_refused, refuse_hooks
 from autopar.capture.rewritten import values_unread
@@ -47,18 +47,20 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     """
     refuse_hooks(model)
     register_dataclasses((args, kwargs))
-    copied_args, copied_kwargs = separate(model, args, kwargs)
+    inputs = tuple(args), dict(kwargs)
+    copied_args, copied_kwargs = separate(model, *inputs)
     try:
         with (
             unchanged(model), caches_off(model, kwargs), quiet(), keep_functions(), values_unchecked(), data_detached(),
             calls_refused(), gradients_kept(), regions_flat(), vmap_unrolled(), values_unread(), user_lines(),
             torch.enable_grad(),
         ):  # fmt: skip
+            model.register_forward_pre_hook(lambda module, a, k: restored(a, k, inputs), with_kwargs=True, prepend=True)
             model.register_forward_hook(lambda module, given, result: register_dataclasses(result))
             exported = torch.export.export(model, copied_args, copied_kwargs, strict=False)
     except Exception as error:
         raise explain(error, model) from error
-    graph, inputs = Graph(), (tuple(args), dict(kwargs))
+    graph = Graph()
     sources = make_sources(graph, model, exported, inputs)
     kinds = {node: source.kind for node, source in sources.by_node.items()}
 

@@ -35,6 +35,8 @@ aten = torch.ops.aten
 _GRAD: Any = torch.autograd.grad
 _ORIGINAL = types.FunctionType(_GRAD.__code__, _GRAD.__globals__, _GRAD.__name__, _GRAD.__defaults__)
 _STOPS = (aten.detach.default, aten.detach_.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+"""Traced where strides allowed them; those of another plan's values may not."""
 _NORMS = (aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten._softmax, aten._log_softmax)
 _TABLE: dict[Any, Callable[..., Any]] = {
     **{op: rule for op, rule in core_aten_decompositions().items() if "backward" in str(op)},
@@ -186,7 +188,8 @@ class _Backward:
                 if torch.Tag.nondeterministic_seeded in getattr(inner.target, "tags", ()):
                     raise refuse(node, "a gradient is taken through this inside forward", "write the derivative out")
                 args, kwargs = map_arg((inner.args, inner.kwargs), copies.__getitem__)
-                copies[inner] = self.emit(inner.target, *args, **kwargs)
+                target = aten.reshape.default if inner.target in _VIEWS else inner.target
+                copies[inner] = self.emit(target, *args, **kwargs)
             elif inner.op == "output":
                 for value, grad in zip(wanted, inner.args[0], strict=True):
                     if grad is not None:
@@ -209,7 +212,7 @@ class _Backward:
 
         with self.mode, torch.enable_grad():
             fakes = [_like(v.meta["val"], v in wanted) for v in values]
-            seeds = [_like(_result(node, p)) for p in places]
+            seeds = [_like(self.grads[node][p].meta["val"]) for p in places]
             traced = make_fx(pull, decomposition_table=_TABLE)(fakes, seeds).graph
         for inner in list(traced.nodes):  # autograd detaches what it saves; our ops are differentiated as they stand
             if inner.target in _STOPS:
@@ -229,11 +232,6 @@ class _Backward:
         if self.held:
             self.no_grad.add(node)
         return node
-
-
-def _result(node: Node, place: int) -> Tensor:
-    value = node.meta["val"]
-    return value if isinstance(value, Tensor) else value[place]
 
 
 def _like(value: Any, wanted: bool = False) -> Any:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -19,6 +21,9 @@ EXAMPLE_BATCH, EXAMPLE_TOKENS = 8, 32
 
 EXAMPLE_PIXELS = 224
 """Height and width of images where the config leaves them open."""
+
+_KEPT = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, complex, bytes, range, slice, np.generic)
+"""Values that export does not take as arguments; they hold no tensors, so a graph may be made for them."""
 
 _TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _CLASS_LABELS = ("ForSequenceClassification", "ForImageClassification")
@@ -92,17 +97,36 @@ def register_dataclasses(tree: Any) -> None:
 def separate(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Copies of the example for export: one tensor object for each place, on meta when the model is.
 
-    Export merges two places that hold the same tensor object (ids that are also the labels) into one input.
+    Export merges two places that hold the same tensor object (ids that are also the labels) into one input. Values
+    of types that it does not take stand there as None; `restored` puts them back.
     """
     on_meta = any(p.is_meta for p in model.parameters())
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return leaf
+            return None if isinstance(leaf, _KEPT) else leaf
         fresh = leaf.detach().to("meta") if on_meta and not leaf.is_meta else leaf.detach().clone()
         return fresh.requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(copy, (tuple(args), dict(kwargs)))
+
+
+def restored(args: Any, kwargs: Any, example: Any) -> tuple[Any, Any]:
+    """`args, kwargs` of a traced call, with the dtypes, Enums and so on that `example` has there.
+
+    By path: export may sort keyword arguments.
+    """
+    odd = {
+        path: leaf
+        for path, leaf in zip(input_paths(example), pytree.tree_leaves(example), strict=True)
+        if isinstance(leaf, _KEPT)
+    }
+    if not odd:
+        return args, kwargs
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    paths = input_paths((args, kwargs))
+    full = [odd.get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    return pytree.tree_unflatten(full, spec)
 
 
 def input_paths(tree: Any) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture, example_of
+from autopar.capture import call_program, capture, example_of
 from autopar.capture.inputs import input_paths, separate
+from autopar.errors import CaptureError
 
 
 class Own(nn.Linear):
@@ -99,3 +103,38 @@ def test_separate_shares_nothing():
 def test_paths():
     tree = ((1, {"b": 2}), {"x": {"table": 3}, "y": [4]})
     assert input_paths(tree) == ["args[0]", "args[1]['b']", "kwargs['x']['table']", "kwargs['y'][0]"]
+
+
+class Mode(enum.Enum):
+    TANH = 1
+    RELU = 2
+
+
+class Told(nn.Linear):
+    def forward(self, x, mode, *, scale, kind=None, rows=None):
+        h = super().forward(x.to(kind)) * float(scale)
+        return (h.tanh() if mode is Mode.TANH else h.relu())[rows]
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_dtypes_enums_slices_and_numbers_of_numpy_are_arguments(mode):
+    model, x = Told(3, 3), torch.randn(4, 3, dtype=torch.float64)
+    named = {"rows": slice(1, 3), "kind": torch.float32, "scale": np.float64(2.0)}
+    program = capture(model, (x, mode), named)
+    assert program.in_values[1] is mode
+    assert torch.equal(call_program(program, (x, mode), named), model(x, mode, **named))
+
+
+class Holder:
+    def __init__(self, x):
+        self.x = x
+
+
+class Opened(nn.Linear):
+    def forward(self, held):
+        return super().forward(held.x)
+
+
+def test_an_object_that_may_hold_tensors_is_refused():
+    with pytest.raises(CaptureError, match="type that torch cannot take apart"):
+        capture(Opened(3, 3), (Holder(torch.ones(2, 3)),), {})
