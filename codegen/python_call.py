@@ -24,7 +24,8 @@ from autopar.program import record
 RESERVED = frozenset("torch aten dist triton tl parameters inputs forward groups axes inf nan".split())
 _OF_MODULE = {
     **dict.fromkeys(("key", "dropout", "keep", "uniform", "normal"), "random_ops"),
-    "ctc_loss": "ctc",
+    **dict.fromkeys(("ctc_loss", "ctc_loss_backward"), "ctc"),
+    "part": "transfer",
 }
 """Ops of ours that an exported file can run -> the module of `autopar.runtime` that defines them."""
 LITERAL_ELEMENTS = 1024

@@ -4,11 +4,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import autopar
+from autopar.codegen.python_call import _OF_MODULE
 from autopar.errors import MeshError, PlanError, UnsupportedOpError
 from autopar.export import export_text
 from autopar.runtime.launch import CAPTURE, run_ranks_local
@@ -170,3 +172,14 @@ def test_command_line(tmp_path, capsys):
     assert "the program of rank 1 of 2 (tp 1 of 2)" in file.read_text()
     assert main(["export", "gpt-tiny", *options]) == 2
     assert "-o" in capsys.readouterr().err
+
+
+def test_every_op_of_ours_can_be_written_or_is_known_not_to():
+    gone = {"block", "block_backward", "edge", "grad"}  # replaced before a graph is final
+    of_a_process = {"function", "put", "fetch"}  # a user's own Function; host memory
+    for module in set(_OF_MODULE.values()) | {"offload"}:
+        importlib.import_module(f"autopar.runtime.{module}")
+    ours = {n.partition("::")[2].partition(".")[0] for n in torch._C._dispatch_get_all_op_names() if "autopar::" in n}
+    assert ours - gone - of_a_process == set(_OF_MODULE)
+    for name, module in _OF_MODULE.items():
+        assert f'"{name}(' in Path(importlib.util.find_spec(f"autopar.runtime.{module}").origin).read_text(), name
