@@ -147,7 +147,7 @@ def _results(folder: Path, world: int, timeout_s: float) -> list[Any]:
         error = AutoparError(f"{named} did not finish within {timeout_s:g} s{_said(folder / 'launcher.txt')}")
     for failure in failures:
         error.add_note(f"rank {failure['rank']}:\n{failure['traceback']}")
-    for path in sorted(folder.glob("output.*.txt")):
+    for path in sorted((*folder.glob("output.*.txt"), *folder.glob("stacks.*.txt"))):
         error.add_note(f"{path.name}: {path.read_text(errors='replace')[-4000:]}")
     raise error
 
@@ -223,6 +223,8 @@ def _rank(folder: Path, rank: int, job: dict[str, Any], function: Callable[[Any]
     world, timeout_s = job["world"], job["timeout_s"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     torch.set_num_threads(1)
+    stacks = open(folder / f"stacks.{rank}.txt", "w")  # until the rank ends, also by a signal
+    faulthandler.enable(stacks)
     faulthandler.dump_traceback_later(max(timeout_s - 1.0, timeout_s / 2))  # into the rank's output: where it hangs
     store = distributed.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]  # not in its __all__
     distributed.init_process_group(

@@ -59,7 +59,9 @@ def jacobian(net: Net, x: Tensor) -> Tensor:
     return torch.func.jacrev(lambda v: net.fc(v).sin())(x[0])
 
 
-@pytest.mark.parametrize(("body", "said"), [(too_many, "600 slices"), (jacobian, "a gradient is taken inside forward in a way")])
+@pytest.mark.parametrize(
+    ("body", "said"), [(too_many, "600 slices"), (jacobian, "a gradient is taken inside forward in a way")]
+)
 def test_refused(body: Callable[[Net, Tensor], Tensor], said: str) -> None:
     with pytest.raises(CaptureError, match=said) as error:
         capture(Net(body), (torch.ones(6, 4, dtype=torch.float64),), {})
