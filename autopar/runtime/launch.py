@@ -231,9 +231,9 @@ def _rank(folder: Path, rank: int, job: dict[str, Any], function: Callable[[Any]
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=max(1.0, timeout_s))
     )
     result = json.dumps(function(job["payload"]))
-    # Nobody leaves while another still talks to it. The process ends right after: its groups and their threads are left
-    # to that, which cannot go wrong; to take them apart can.
+    # Nobody leaves while another still talks to it.
     distributed.barrier()
+    distributed.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
     _write(folder / f"result.{rank}.json", result)
 
