@@ -2,10 +2,10 @@
 
 A GPT of about 30 million parameters with the same cut, schedule and micro-batches on both sides; a step is forward,
 backward and AdamW. Every round runs each of them once, so that what else the machine does hits all; which of a pair
-goes first alternates. Losses of the two are compared before anything is timed.
+goes first alternates. Each has rank processes of its own; the others wait. Losses of the two are compared first.
 
 usage: python tests/bench/pipeline.py [--world 2] [--rounds 12] [--schedules gpipe,1f1b,interleaved-1f1b] [--batch 8]
-           [--microbatches 4] [--profile]
+           [--microbatches 4]
 Prints a table of medians, spreads (10th to 90th percentile) and ratios (median of the rounds' ratios), of the seconds
 that pass and of those that the processors of all ranks work, and a JSON line of the ratios.
 """
@@ -13,25 +13,20 @@ that pass and of those that the processors of all ranks work, and a JSON line of
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import os
-import pstats
 import statistics
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench import step_time
+from tests.bench.told import Ranks, serve
 
 LAYERS, VIRTUAL = 8, {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2}
 step_time.WIDTH, step_time.LAYERS, step_time.VOCAB, step_time.SEQ = 512, LAYERS, 4096, 128
@@ -120,23 +115,26 @@ def ours(schedule: str, world: int, rank: int, batch: int, microbatches: int) ->
     return step
 
 
+SIDES = {"ours": ours, "by-hand": by_hand}
 Times = dict[str, tuple[list[float], list[float]]]
 
 
-def measure(pairs: dict[str, tuple[Callable[[], Any], ...]], rounds: int) -> dict[str, Times]:
-    """Seconds that pass ("step") and that all ranks' processors work ("work"), by schedule: (ours, by hand)."""
-    found: dict[str, Times] = {what: {name: ([], []) for name in pairs} for what in ("step", "work")}
-    for turn in range(rounds):
-        for name, steps in pairs.items():
-            for side in (0, 1) if turn % 2 else (1, 0):
-                dist.barrier()
-                started, worked = time.perf_counter(), time.process_time()
-                steps[side]()
-                work = torch.tensor(time.process_time() - worked, dtype=torch.float64)
-                dist.barrier()
-                found["step"][name][side].append(time.perf_counter() - started)
-                dist.all_reduce(work)
-                found["work"][name][side].append(float(work))
+def measure(schedule: str, options: argparse.Namespace) -> Times:
+    """Seconds that pass ("step") and that all ranks' processors work ("work"): (ours, by hand)."""
+    sizes = ("--world", options.world, "--batch", options.batch, "--microbatches", options.microbatches)
+    what = ("--schedules", schedule, *sizes)
+    both = [Ranks(__file__, options.world, "--side", side, *what) for side in SIDES]
+    for _ in range(2):
+        mine, theirs = (ranks.step()["loss"] for ranks in both)
+        assert abs(mine - theirs) < 1e-4 * theirs, (schedule, mine, theirs)
+    found: Times = {key: ([], []) for key in ("step", "work")}
+    for turn in range(options.rounds):
+        for side in (0, 1) if turn % 2 else (1, 0):
+            told = both[side].step()
+            for key, times in found.items():
+                times[side].append(told[key])
+    for ranks in both:
+        ranks.end()
     return found
 
 
@@ -163,37 +161,16 @@ def main() -> None:
     for name, default in (("world", 2), ("rounds", 12), ("batch", 8), ("microbatches", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--schedules", default=",".join(VIRTUAL))
-    parser.add_argument("--profile", action="store_true", help="time nothing; where ours spends its time on rank 0")
+    parser.add_argument("--side", choices=SIDES, help="of a rank")
+    parser.add_argument("--told", action="store_true", help="a rank, told when to step")
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.world), "--rdzv-backend", "c10d"]
-        os.execv(sys.executable, [sys.executable, *launch, "--rdzv-endpoint", "127.0.0.1:0", *sys.argv])
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    pairs: dict[str, tuple[Callable[[], Any], ...]] = {}
-    for name in options.schedules.split(","):
-        sizes = (name, options.world, rank, options.batch, options.microbatches)
-        pairs[name] = (ours(*sizes), by_hand(*sizes))
-        mine, theirs = (step() for step in pairs[name])
-        assert mine is None or theirs is None or abs(mine - theirs) < 1e-4 * theirs, (name, mine, theirs)
-    measure(pairs, 2)
-    if options.profile:
-        profiler = cProfile.Profile()
-        for steps in pairs.values():
-            profiler.enable()
-            for _ in range(options.rounds):
-                steps[0]()
-            profiler.disable()
-        if rank == 0:
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
-    else:
-        found = measure(pairs, options.rounds)
-        if rank == 0:
-            for what, times in found.items():
-                report(times, what, options.world)
-    dist.destroy_process_group()
+    if options.told:
+        sizes = (options.batch, options.microbatches)
+        serve(lambda rank: SIDES[options.side](options.schedules, options.world, rank, *sizes))
+        return
+    found = {schedule: measure(schedule, options) for schedule in options.schedules.split(",")}
+    for what in ("step", "work"):
+        report({schedule: times[what] for schedule, times in found.items()}, what, options.world)
 
 
 if __name__ == "__main__":

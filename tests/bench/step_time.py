@@ -1,6 +1,7 @@
 """Seconds a step of hand-written PyTorch parallelism and of autopar on gloo ranks of this machine, interleaved.
 
 A GPT of about 30 million parameters; every round runs each of them once, so that what else the machine does hits all.
+Each kind has rank processes of its own; all but the one whose turn it is wait.
 
 usage: python tests/bench/step_time.py [--world 2] [--rounds 10] [--kinds ddp,fsdp2,...] [--batch 8]
 Prints a table of medians, spreads (10th to 90th percentile) and ratios, and one JSON line.
@@ -15,20 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.bench.told import Ranks, serve
+
 WIDTH, LAYERS, HEADS, VOCAB, SEQ = 512, 8, 8, 4096, 256
 PAIRS = {"autopar_dp": "ddp", "autopar_zero3": "fsdp2", "autopar_tp": "dtensor_tp", "aot_1": "eager_1"}
 """Ours -> theirs."""
@@ -116,15 +115,18 @@ def stepper(kind: str, world: int, rank: int, batch: int) -> Callable[[], None]:
     return step
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {kind: [] for kind in steps}
-    for _ in range(rounds):
-        for kind, step in steps.items():
-            dist.barrier()
-            started = time.perf_counter()
-            step()
-            dist.barrier()
-            found[kind].append(time.perf_counter() - started)
+def measure(kinds: list[str], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each step; the first two of a kind are not counted."""
+    sizes = ("--world", options.world, "--batch", options.batch)
+    ranks = {kind: Ranks(__file__, options.world, "--kinds", kind, *sizes) for kind in kinds}
+    for each in ranks.values():
+        each.step(), each.step()
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(options.rounds):
+        for kind, each in ranks.items():
+            found[kind].append(each.step()["step"])
+    for each in ranks.values():
+        each.end()
     return found
 
 
@@ -146,20 +148,12 @@ def main() -> None:
     for name, default in (("world", 2), ("rounds", 10), ("batch", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kinds", default="ddp,autopar_dp,fsdp2,autopar_zero3,dtensor_tp,autopar_tp,eager_1,aot_1")
+    parser.add_argument("--told", action="store_true", help="a rank of one kind, told when to step")
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.world), "--rdzv-backend", "c10d"]
-        os.execv(sys.executable, [sys.executable, *launch, "--rdzv-endpoint", "127.0.0.1:0", *sys.argv])
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    steps = {kind: stepper(kind, options.world, rank, options.batch) for kind in options.kinds.split(",")}
-    measure(steps, 2)
-    found = measure(steps, options.rounds)
-    if rank == 0:
-        report(found, options.world)
-    dist.destroy_process_group()
+    if options.told:
+        serve(lambda rank: stepper(options.kinds, options.world, rank, options.batch))
+    else:
+        report(measure(options.kinds.split(","), options), options.world)
 
 
 if __name__ == "__main__":
