@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.passes.lower import is_view
-from autopar.passes.merge_collectives import WAIT, early_gathers, only_wait, start_of
+from autopar.passes.merge_collectives import REDUCE_SCATTER, WAIT, early_gathers, only_wait, start_of
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Wait for a collective just before its result, or a view of it, is first read.
+    """Wait for a collective just before its result, or a view of it, is first read; for a reduce-scatter at the latest
+    before the next one of its group starts, since what is reduced stays in memory until then.
 
     Input:   %a = all_reduce(%x) ; %w = wait(%a) ; %m = mm(...) ; %y = add(%w, %m)
     Output:  %a = all_reduce(%x) ; %m = mm(...) ; %w = wait(%a) ; %y = add(%w, %m)
@@ -28,9 +31,23 @@ class Overlap:
             first = min(node.users, default=None)  # nodes compare by their places in the graph
             if first is not None and first is not node.next:
                 first.prepend(node)
+        for scatter, following in _one_after_another(module.graph):
+            wait = only_wait(scatter)
+            if wait is not None and following < wait:
+                following.prepend(wait)
         module.graph.lint()
         module.recompile()
         return module
+
+
+def _one_after_another(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """Reduce-scatters that follow each other on one group."""
+    last: dict[tuple[Any, ...], Node] = {}
+    for node in graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
+        group = tuple(node.args[2:])
+        if group in last:
+            yield last[group], node
+        last[group] = node
 
 
 @dataclass(frozen=True, slots=True)

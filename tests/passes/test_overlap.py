@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from autopar.passes.merge_collectives import ALL_GATHER, WAIT, MergeGathers
+from autopar.passes.merge_collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, MergeGathers
 from autopar.passes.overlap import Overlap, Prefetch
+from autopar.runtime.moves import move
 from tests.golden_files import check_golden
 from tests.passes.local_group import one_rank
 from tests.passes.test_merge_collectives import VALUES, WEIGHTS, assert_equal, blocks, in_blocks, reduced, traced
@@ -30,6 +31,21 @@ def test_waits_stand_before_the_first_reader():
     assert any("sin" in str(n.target) for n in order[:at]), "the wait stands before work that does not need it"
     for got, wanted in zip(module(*VALUES[:2]), early(*VALUES[:2]), strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+def test_what_is_reduced_is_held_until_the_next_reduce_scatter_at_most():
+    def scattered(a, b, c):
+        return tuple(move(x.sin(), "dp", "P", "S0", ((4,), (3,))) for x in (a, b, c))
+
+    values = tuple(torch.randn(4, 3) for _ in range(3))
+    module = Overlap().run(traced(scattered, *values))
+    starts = [n for n in module.graph.nodes if n.target is REDUCE_SCATTER]
+    waits = [next(iter(n.users)) for n in starts]
+    assert [n.target for n in waits] == [WAIT] * 3
+    first, second, third = starts
+    assert first < waits[0] < second < waits[1] < third < waits[2]
+    assert waits[0].next is second, "it is waited for earlier than it must"
+    assert_equal(module, scattered, values)
 
 
 def order_of(module):
