@@ -26,7 +26,7 @@ from autopar.codegen.group import FusedGroup
 from autopar.codegen.tiles import moved_bytes
 from autopar.models import GPT, GPTConfig, Llama, LlamaConfig
 from tests.bench.kernels import groups
-from tests.codegen.compare import InFloat32, close, random_input
+from tests.codegen.compare import InFloat32, random_input, share
 
 CASES = (
     ("gpt2-medium", torch.bfloat16, 8, 1024),
@@ -72,7 +72,7 @@ def kernel_row(which: str, group: FusedGroup, copy: float, compile_too: bool) ->
     try:
         wide = tuple(t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in inputs)
         for out, reference in zip(group(*inputs), InFloat32(group.aten).run(*wide), strict=True):
-            close(out, reference, group.code.name)
+            share(out, reference, group.code.name)
         row["equal"] = group.mode == "kernel"
     except AssertionError as error:
         row["equal"], row["error"] = False, str(error)
