@@ -10,6 +10,7 @@ HELPERS = {"told", "long_rows"}
 SCRIPTS = sorted(p.stem for p in (Path(__file__).parent / "bench").glob("*.py"))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, in its Inductor
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_loads(name):
     module = importlib.import_module(f"tests.bench.{name}")
