@@ -168,7 +168,10 @@ def main() -> None:
         sizes = (options.batch, options.microbatches)
         serve(lambda rank: SIDES[options.side](options.schedules, options.world, rank, *sizes))
         return
-    found = {schedule: measure(schedule, options) for schedule in options.schedules.split(",")}
+    schedules = options.schedules.split(",")
+    if unknown := [schedule for schedule in schedules if schedule not in VIRTUAL]:
+        parser.error(f"--schedules {','.join(unknown)}: the schedules are {', '.join(VIRTUAL)}")
+    found = {schedule: measure(schedule, options) for schedule in schedules}
     for what in ("step", "work"):
         report({schedule: times[what] for schedule, times in found.items()}, what, options.world)
 

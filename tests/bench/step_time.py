@@ -153,7 +153,9 @@ def main() -> None:
     if options.told:
         serve(lambda rank: stepper(options.kinds, options.world, rank, options.batch))
     else:
-        kinds = options.kinds.split(",")
+        kinds, known = options.kinds.split(","), [*PAIRS, *PAIRS.values()]
+        if unknown := [kind for kind in kinds if kind not in known]:
+            parser.error(f"--kinds {','.join(unknown)}: the kinds are {', '.join(known)}")
         ours = [kind for kind in kinds if kind in PAIRS]
         alone = [[kind] for kind in kinds if kind not in {*PAIRS, *(PAIRS[kind] for kind in ours)}]
         found: dict[str, list[float]] = {}

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,9 @@ class Ranks:
         """step: seconds that passed, work: processor seconds of all ranks, loss: of the rank that has one."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # of ranks that have ended: they print nothing either
+            self.process.stdin.write("step\n")
+            self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"the ranks of {' '.join(self.process.args[-6:])} ended")  # type: ignore[index]
