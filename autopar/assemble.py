@@ -52,6 +52,7 @@ def build_module(
         mesh = with_host(mesh)
     state, persistent, shards = _shard_state(prepared, decisions.sources, mesh, owners, chosen.offload)
     OLD_PARAMETERS.add(p for p in model.parameters())
+    prepared = prepared.without_values()
     lowering = _Lowering(skeleton(model, request.precision), prepared, request, chosen, mesh)
     lowering.first = lowering.lowered(prepared, found, decisions, request.dump)
     _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)

@@ -85,6 +85,13 @@ class Prepared:
         """For the planner: which sinks must be invariant, which are left where they lie."""
         return {i: "left" if kind == "shard" else "I" for i, kind in self.kinds.items()}
 
+    def without_values(self) -> Prepared:
+        """Without the memory of parameters and buffers, which nobody needs any more once the shards are made."""
+        program = self.program
+        held = {s.path for s in program.sources if s.kind in ("parameter", "buffer")}
+        state = {path: value.detach().to("meta") if path in held else value for path, value in program.state.items()}
+        return replace(self, analysis=replace(self.analysis, program=replace(program, state=state)))
+
 
 @collector_paused()
 def prepare(

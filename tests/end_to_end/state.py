@@ -5,7 +5,9 @@ Each check is called with a scratch folder and asserts; `run_checks` collects wh
 
 import copy
 import functools
+import gc
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.end_to_end.parity import full
 from tests.end_to_end.small_models import BATCH, build, inputs, loss_of
 
 TENSOR, MIXED = {"tp": 4, "sp": False}, {"dp": 2, "tp": 2, "zero": 3}
+PIPELINE, EAGER = {"pp": 2, "dp": 2, "microbatches": 2}, {"backend": "eager"}
 FUSED, TIED = "hf-gpt2", "gpt-tied"
 
 
@@ -226,7 +229,24 @@ def split_batches(folder):
         close(found[name].grad, p.grad)
 
 
+def memory_of_the_single_device_model(folder):
+    """What was replaced is let go: a rank holds its shards alone."""
+    args, kwargs = inputs(TIED)
+    for options in ({"pin": MIXED}, {"pin": PIPELINE}, {"pin": MIXED, "precision": "bf16"}, {"pin": MIXED, **EAGER}):
+        model = build(TIED).float()
+        before = [weakref.ref(value) for value in (*model.parameters(), *model.buffers())]
+        m = autopar.parallelize(model, autopar.Mesh("2x2"), example_args=args, example_kwargs=kwargs, **options)
+        step(m, TIED, adamw(m))
+        assert all(reference() is not None for reference in before)
+        del model
+        gc.collect()
+        assert sum(reference() is not None for reference in before) == 0, options
+
+
 CHECKS = {
     f.__name__: f
-    for f in (round_trip, single_device_state, ties, checkpoint, clipping, modes, other_sizes, split_batches)
-}
+    for f in (
+        round_trip, single_device_state, ties, checkpoint, clipping, modes, other_sizes, split_batches,
+        memory_of_the_single_device_model,
+    )
+}  # fmt: skip
