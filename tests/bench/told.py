@@ -1,7 +1,8 @@
 """Ranks that step when told to, so that benchmarks can take turns between programs in processes of their own.
 
 In shared processes, what one program frees decides where another's memory lies and which of them pays for fresh pages:
-up to 0.2 s of a step in 3, the other way round in another order.
+up to 0.2 s of a step in 3, the other way round in another order. The allocator keeps what it has, too: what glibc gives
+back at the end of its heap, and takes again in the next step, follows from where blocks happen to lie.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import torch
 import torch.distributed as dist
 
 
+KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40)}
+"""In bytes: glibc returns nothing to the system."""
+
+
 class Ranks:
     """The rank processes of one program; all of them wait between its steps."""
 
@@ -31,7 +36,7 @@ class Ranks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **KEEP, "OMP_NUM_THREADS": "1"},
         )
 
     def step(self) -> dict[str, float]:
