@@ -1,9 +1,10 @@
 """The product of models, meshes, schedules, micro-batches and backends as pipelines, each against one device: errors.
 
 Every case trains three AdamW steps in float64 with accumulation, clipping and ignored labels (see
-`tests/end_to_end/pipeline.py`), and is compared in losses, norms, gradients and parameters. The cases come in one
-shuffled order, so many of one model at a time that it is captured once for all of them; what has been run at any time
-is nearly an even sample of the product, and what the file of results holds already is not run again.
+`tests/end_to_end/pipeline.py`), and is compared in losses, norms, gradients and parameters. What cases have in common
+is made once (see `tests/bench/kept.py`): a model is captured once, and the schedules of one model, mesh, number of
+micro-batches and backend share what lies inside the stages. These groups come in a shuffled order: what has been run at
+any time is a sample of the product, and what the file of results holds already is not run again.
 
 usage: python -m tests.bench.pipelines --out RESULTS.jsonl [--world 2] [--minutes 10] [--table tests/bench/pipelines.md]
 Writes a line for each case; `--table` writes the table of all lines, and nothing is run.
@@ -19,15 +20,10 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from autopar.errors import AutoparError
-from autopar.pipeline import Prepared
 from autopar.runtime.launch import CAPTURE, report, run_ranks_local
 from tests.end_to_end import pipeline
 
@@ -45,52 +41,33 @@ SCHEDULES = {
 }  # fmt: skip
 """By name the stages a rank; 0: the schedule's own."""
 BACKENDS = ("eager", "aot")
-BATCH, MOST, A_START = 32, 8, 48
+BATCH, MOST, A_START = 32, 8, 54
 BOUND, LOWER = 1e-9, {"hf-llama": 1e-6}
 PRELOAD = (*CAPTURE, "transformers.models.llama.modeling_llama")
 
 
 def product(world: int) -> list[list[Any]]:
-    """[model, inside, schedule, micro-batches, backend] of every case on so many ranks, shuffled."""
+    """[model, inside, schedule, micro-batches, backend] of every case on so many ranks."""
     inside = [name for name, (mesh, _) in INSIDE.items() if ranks_of(mesh) == world]
-    cases = [list(c) for c in itertools.product(MODELS, inside, SCHEDULES, range(1, MOST + 1), BACKENDS)]
-    random.Random(0).shuffle(cases)
-    return cases
+    alike = list(itertools.product(MODELS, inside, range(1, MOST + 1), BACKENDS))
+    random.Random(0).shuffle(alike)
+    return [[model, at, schedule, count, backend] for model, at, count, backend in alike for schedule in SCHEDULES]
 
 
 def ranks_of(mesh: str) -> int:
     return 4 if mesh == "2x2" else int(mesh)
 
 
-def remembered(prepare: Callable[..., Prepared], named: list[str]) -> Callable[..., Prepared]:
-    """Capture and analysis of a model (the last one of `named`), once in each mode; parameters are new every time."""
-    known: dict[tuple[str, bool], Prepared] = {}
-
-    def once(model: nn.Module, *args: Any, **options: Any) -> Prepared:
-        key = (named[-1], model.training)
-        if key not in known:
-            known[key] = prepare(model, *args, **options)
-        analysis, own = known[key].analysis, dict(model.named_parameters())
-        if not model.training:  # captured again from a model without memory
-            return known[key]
-        program = analysis.program
-        state = {name: own.get(name, value) for name, value in program.state.items()}
-        return replace(known[key], analysis=replace(analysis, program=replace(program, state=state)))
-
-    return once
-
-
 def run(payload: dict[str, Any]) -> list[None]:
     """On each rank: the cases, each reported by the rank that differs most."""
     import torch.distributed as dist
 
-    from autopar import api, assemble
+    from tests.bench import kept
 
-    named: list[str] = []
-    api.prepare = assemble.prepare = remembered(api.prepare, named)
+    kept.keep()
     for model, inside, schedule, microbatches, backend in payload["cases"]:
         started = time.perf_counter()
-        named.append(model)
+        kept.begin(model, inside, microbatches, backend)
         mesh, pin = INSIDE[inside]
         virtual = {"virtual_stages": SCHEDULES[schedule]} if SCHEDULES[schedule] else {}
         pin = {**pin, **virtual, "schedule": schedule, "microbatches": microbatches}
