@@ -78,10 +78,10 @@ def _inside(prepared: Prepared, plan: Plan, *rest: Any) -> str:
     return repr((prepared.program.training, plan.params, strategies, plan.recompute, plan.loss_chunks))
 
 
-def _text(module: Any, program: Program, *options: Any) -> str:
+def _text(module: Any, program: Program, recompute: Any, dump: Any, *options: Any) -> str:
     """All that lowering goes by."""
     shapes = [tuple(n.meta["val"].shape) for n in program.placeholders]
-    return f"{shapes} {program.sources} {options} {program.graph}"
+    return f"{shapes} {program.sources} {recompute} {options} {program.graph}"
 
 
 def _local(local: Callable[..., Program]) -> Callable[..., Program]:

@@ -5,7 +5,7 @@ backward and AdamW. Every round runs each of them once, so that what else the ma
 goes first alternates. Each has rank processes of its own; the others wait. Losses of the two are compared first.
 
 usage: python tests/bench/pipeline.py [--world 2] [--rounds 12] [--schedules gpipe,1f1b,interleaved-1f1b] [--batch 8]
-           [--microbatches 4]
+           [--microbatches 4]   (other schedules: looped-bfs, interleaved-zb, zb-v, dualpipe-v)
 Prints a table of medians, spreads (10th to 90th percentile) and ratios (median of the rounds' ratios), of the seconds
 that pass and of those that the processors of all ranks work, and a JSON line of the ratios.
 """
@@ -28,7 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench import step_time
 from tests.bench.told import Ranks, serve
 
-LAYERS, VIRTUAL = 8, {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2}
+LAYERS = 8
+VIRTUAL = {
+    "gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "looped-bfs": 2, "interleaved-zb": 2, "zb-v": 2, "dualpipe-v": 2,
+}  # fmt: skip
+"""Stages a rank."""
+V = ("zb-v", "dualpipe-v")
+"""The second stage of rank 0 is the last one."""
 step_time.WIDTH, step_time.LAYERS, step_time.VOCAB, step_time.SEQ = 512, LAYERS, 4096, 128
 
 
@@ -58,12 +64,12 @@ def batch_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_hand(schedule: str, world: int, rank: int, batch: int, microbatches: int) -> Callable[[], float | None]:
-    """A step of the hand-written program; gives the loss on the rank of the last stage."""
+    """A step of the hand-written program; gives the loss on the rank of the last stage, None on the others."""
     from torch.distributed import pipelining
 
     whole, stages = step_time.GPT(), world * VIRTUAL[schedule]
     each = LAYERS // stages
-    mine = [s for s in range(stages) if s % world == rank]
+    mine = [rank, stages - 1 - rank] if schedule in V else [s for s in range(stages) if s % world == rank]
     parts = [Part(whole, s * each, (s + 1) * each) for s in mine]
     cpu = torch.device("cpu")
     made = [pipelining.PipelineStage(p, s, stages, cpu) for s, p in zip(mine, parts, strict=True)]
@@ -71,12 +77,16 @@ def by_hand(schedule: str, world: int, rank: int, batch: int, microbatches: int)
     def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-    run: Any = (
-        kinds[schedule](made[0], microbatches, loss_fn=loss_of)
-        if schedule in kinds
-        else pipelining.ScheduleInterleaved1F1B(made, microbatches, loss_fn=loss_of)
-    )
+    kinds: dict[str, Any] = {
+        "gpipe": pipelining.ScheduleGPipe,
+        "1f1b": pipelining.Schedule1F1B,
+        "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
+        "looped-bfs": pipelining.ScheduleLoopedBFS,
+        "interleaved-zb": pipelining.ScheduleInterleavedZeroBubble,
+        "zb-v": pipelining.ScheduleZBVZeroBubble,
+        "dualpipe-v": pipelining.ScheduleDualPipeV,
+    }
+    run = kinds[schedule](made if VIRTUAL[schedule] > 1 else made[0], microbatches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-4)
     ids, labels = batch_of(batch)
 
@@ -93,14 +103,16 @@ def by_hand(schedule: str, world: int, rank: int, batch: int, microbatches: int)
 
 
 def ours(schedule: str, world: int, rank: int, batch: int, microbatches: int) -> Callable[[], float | None]:
-    """A step of autopar's program; gives the loss on the rank of the last stage."""
+    """A step of autopar's program; gives the loss on one rank, None on the others."""
     import autopar
 
     virtual = VIRTUAL[schedule]
     each = [LAYERS // (world * virtual)] * (world * virtual)
     each[0] += 1  # the blocks before and after the layers
     each[-1] += 1
-    pin = {"pp": world, "schedule": schedule, "virtual_stages": virtual, "microbatches": microbatches, "stages": each}
+    pin: dict[str, Any] = {"pp": world, "schedule": schedule, "microbatches": microbatches, "stages": each}
+    if schedule not in V:
+        pin["virtual_stages"] = virtual
     example = batch_of(batch)
     model = autopar.parallelize(step_time.GPT(), autopar.Mesh(str(world), device="cpu"), example_args=example, pin=pin)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -160,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("world", 2), ("rounds", 12), ("batch", 8), ("microbatches", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--schedules", default=",".join(VIRTUAL))
+    parser.add_argument("--schedules", default="gpipe,1f1b,interleaved-1f1b")
     parser.add_argument("--side", choices=SIDES, help="of a rank")
     parser.add_argument("--told", action="store_true", help="a rank, told when to step")
     options = parser.parse_args()
