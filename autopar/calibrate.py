@@ -3,14 +3,17 @@
 Enters: the number of local ranks, each of one thread, that a node of the profile has. Leaves: a profile as JSON data, a
 table, and the measurements. Refused, with an error of ours: ranks that fail or take too long.
 
-All ranks measure at once, as they compute at once in training. What is fitted to what:
+All ranks measure at once, as they compute at once in training; where there are fewer cores than ranks, one a core (a
+call that is shorter than the turns that ranks take would be measured as if it had the core to itself). What is fitted
+to what:
 
     peak, plateau                          the fastest matmul of each dtype; half_output and half_depth: small ones
     memory bandwidth                       adding buffers that no cache holds
     kernel launch                          adding tiny buffers
     attention, pointwise, loss, update     forward and backward of attention, of a norm with an activation and a sum, of
                                            a cross entropy; a step of AdamW: over what their work or bytes would take
-    latency, bandwidth of the first link   gloo's collectives from 1 KiB to 16 MiB, as `cost/collective` prices them
+    latency, bandwidth of the first link   gloo's collectives from 1 KiB to 16 MiB, as `cost/collective` prices them;
+                                           scatter_traffic: its reduce-scatters, over what those figures say
 
 Where there are fewer cores than ranks, the profile has the figures of a rank with a core of its own, and the cores.
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 MATMULS = (32, 64, 128, 256, 512, 1024)
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "all_to_all")
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "all_to_all", "reduce_scatter")
 SIZES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 STREAM_BYTES = 64 * 2**20
 _NETWORK_S = 5e-5  # [derived] what a round trip over Ethernet adds to a hop
@@ -57,14 +60,14 @@ def measure(ranks: int, timeout_s: float = 600.0, tell: Callable[[str], None] = 
 
 
 def measure_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """What one rank measures; the others do the same at the same time."""
+    """What one rank measures; the others do the same at the same time. Ranks beyond the cores measure collectives."""
     import torch
     from torch import distributed
 
     from autopar.runtime.launch import report
 
     torch.set_num_threads(1)
-    first = distributed.get_rank() == 0
+    first, computes = distributed.get_rank() == 0, distributed.get_rank() < len(os.sched_getaffinity(0))
 
     def tell(stage: str) -> None:
         distributed.barrier()
@@ -75,28 +78,25 @@ def measure_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
     for name, dtype in DTYPES.items():
         tell(f"matmuls in {name}")
         matmul[name] = {}
-        for n in MATMULS:
+        for n in MATMULS if computes else ():
             a, b = (torch.ones(n, n, dtype=getattr(torch, dtype)) for _ in range(2))
             matmul[name][str(n)] = _seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
             if matmul[name][str(n)] > 0.5:
                 break  # larger ones would take minutes, and this is the plateau already
     tell("memory")
-    big = [torch.ones(STREAM_BYTES // 4) for _ in range(3)]
-    stream_s = _seconds(lambda: torch.add(big[0], big[1], out=big[2]))
-    small = torch.ones(8)
-    launch_s = _seconds(lambda: small.add_(1.0))
+    found: dict[str, float] = {}
+    if computes:
+        big, small = [torch.ones(STREAM_BYTES // 4) for _ in range(3)], torch.ones(8)
+        found["stream_s"] = _seconds(lambda: torch.add(big[0], big[1], out=big[2]))
+        found["launch_s"] = _seconds(lambda: small.add_(1.0))
     collective: dict[str, dict[str, float]] = {}
     for kind in COLLECTIVES if distributed.get_world_size() > 1 else ():
         tell(f"collective {kind}")
         collective[kind] = {str(size): _collective_seconds(kind, size) for size in SIZES}
     tell("ops of a model")
-    return {
-        "matmul": matmul,
-        "stream_s": stream_s,
-        "launch_s": launch_s,
-        "collective": collective,
-        **{f"{name}_s": _seconds(call, 0.4) for name, call in _model_ops().items()},
-    }
+    if computes:
+        found |= {f"{name}_s": _seconds(call, 0.4) for name, call in _model_ops().items()}
+    return {"matmul": matmul, "collective": collective, **found}
 
 
 TOKENS, WIDTH, HEADS, WORDS = 512, 512, 8, 4096
@@ -164,8 +164,10 @@ def _seconds(call: Callable[[], Any], budget_s: float = 0.15) -> float:
     return float(np.quantile(times, 0.2))
 
 
-def _collective_seconds(kind: str, size_bytes: int, times: int = 7) -> float:
-    """Seconds (lower quintile) of a collective whose full buffer has `size_bytes`; every rank makes as many."""
+def _collective_seconds(kind: str, size_bytes: int, times: int = 15) -> float:
+    """Seconds (median: to wait for a rank that has no core is part of them) of a collective whose full buffer has
+    `size_bytes`; every rank makes as many.
+    """
     import torch
     from torch import distributed
 
@@ -177,6 +179,7 @@ def _collective_seconds(kind: str, size_bytes: int, times: int = 7) -> float:
         "all_gather": lambda: distributed.all_gather(parts, part),
         "broadcast": lambda: distributed.broadcast(full, 0),
         "all_to_all": lambda: distributed.all_to_all_single(torch.empty_like(full), full),
+        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(part, full),
     }
     found = []
     for _ in range(times):
@@ -184,11 +187,11 @@ def _collective_seconds(kind: str, size_bytes: int, times: int = 7) -> float:
         begun = time.perf_counter()
         calls[kind]()
         found.append(time.perf_counter() - begun)
-    return float(np.quantile(found, 0.2))
+    return float(np.median(found))
 
 
 def _slowest(found: Sequence[Any]) -> Any:
-    """Leaf by leaf the largest: a step waits for the slowest rank."""
+    """Leaf by leaf the largest: a step waits for the slowest rank. The first has measured everything."""
     if isinstance(found[0], dict):
         return {key: _slowest([f[key] for f in found if key in f]) for key in found[0]}
     return max(found)
@@ -204,12 +207,12 @@ def profile_data(measured: Measured, ranks: int, name: str = "this-machine") -> 
         return {"value": value, "source": f"[{tag}] {of}{f', {where}' if tag == 'measured' else ''}"}
 
     cores = measured.get("cores", ranks)
-    alone = min(1.0, cores / ranks)  # a rank with a core of its own takes so much of the time
-    measured = _scaled(measured, alone)
+    alone = min(1.0, cores / ranks)  # with cores of their own, ranks would take so much of the time of a collective
+    collective = _scaled(measured["collective"], alone)
     rates = {d: max(2 * int(n) ** 3 / s for n, s in times.items()) for d, times in measured["matmul"].items()}
     output, depth = _half_sizes(measured["matmul"]["fp32"], rates["fp32"], measured["launch_s"])
     bandwidth = 3 * STREAM_BYTES / measured["stream_s"]
-    latency_s, wire = _link(measured["collective"], ranks)
+    latency_s, wire, scatter = _link(collective, ranks)
     memory = _memory_bytes() // ranks
     shares = _model_shares(measured, 0.95 * rates["fp32"], bandwidth)
     link = {
@@ -219,6 +222,7 @@ def profile_data(measured: Measured, ranks: int, name: str = "this-machine") -> 
         "bulk_latency_s": entry(0.0, "gloo has one protocol", "derived"),
         "small_fraction": entry(1.0, "gloo has one protocol", "derived"),
         "reduce_bytes_per_s": entry(0.0, "no in-switch reduction", "spec"),
+        "scatter_traffic": entry(scatter, "reduce-scatters, over a ring at the bandwidth and latency of this link"),
     }
     far = link | {
         "name": "gloo-network",
@@ -260,9 +264,9 @@ def profile_data(measured: Measured, ranks: int, name: str = "this-machine") -> 
 
 
 def _scaled(measured: Any, factor: float) -> Any:
-    """All seconds of measurements times a factor; `cores` is none."""
+    """All seconds of measurements times a factor."""
     if isinstance(measured, Mapping):
-        return {key: value if key == "cores" else _scaled(value, factor) for key, value in measured.items()}
+        return {key: _scaled(value, factor) for key, value in measured.items()}
     return measured * factor
 
 
@@ -277,25 +281,31 @@ def _half_sizes(times: Mapping[str, float], rate: float, launch_s: float) -> tup
     return float(output[best]), float(depth[best])
 
 
-def _link(times: Mapping[str, Mapping[str, float]], ranks: int) -> tuple[float, float]:
-    """Latency and bandwidth of a link with which the model of collectives comes nearest to the measured ones."""
-    if not times:
-        template = load_profile("cpu").link(0)
-        return template.latency_s, template.bandwidth_bytes_per_s
+def _link(times: Mapping[str, Mapping[str, float]], ranks: int) -> tuple[float, float, float]:
+    """Latency and bandwidth of a link with which the model of collectives comes nearest to the measured ones, but for
+    broadcasts, which gloo sends along a tree and no plan makes; and how many times what it says of a reduce-scatter one
+    takes.
+    """
     base = load_profile("cpu")
+    if not times:
+        template = base.link(0)
+        return template.latency_s, template.bandwidth_bytes_per_s, template.scatter_traffic
 
-    def error(latency_s: float, bandwidth: float) -> float:
+    def over(kinds: Iterable[str], latency_s: float, bandwidth: float) -> list[float]:
+        """Logarithms of measured over predicted seconds."""
         found = []
-        for kind, by_size in times.items():
+        for kind in kinds:
             options = lines(kind, ((0, ranks),), _with_link(base, Link("", bandwidth, latency_s)))
-            for size, seconds in by_size.items():
+            for size, seconds in times[kind].items():
                 predicted = min(start + int(size) * each for start, each in options)
-                found.append(abs(np.log(predicted / seconds)))
-        return float(np.mean(found))
+                found.append(float(np.log(seconds / predicted)))
+        return found
 
+    fitted = [kind for kind in times if kind not in ("reduce_scatter", "broadcast")]
     latencies, bandwidths = np.geomspace(1e-6, 1e-2, 41), np.geomspace(1e7, 1e11, 41)
-    best = min(((a, b) for a in latencies for b in bandwidths), key=lambda pair: error(*pair))
-    return float(best[0]), float(best[1])
+    best = min(((a, b) for a in latencies for b in bandwidths), key=lambda pair: np.mean(np.abs(over(fitted, *pair))))
+    scatter = over([kind for kind in times if kind == "reduce_scatter"], *best)
+    return float(best[0]), float(best[1]), float(np.exp(np.median(scatter))) if scatter else 1.0
 
 
 def _with_link(profile: Profile, link: Link) -> Profile:

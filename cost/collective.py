@@ -22,7 +22,7 @@ many devices of one group share the crossing of level i, each over its own link 
 Without a switch a group of k devices has k - 1 of the wires of each (`Link.among`).
 
 Every algorithm has two lines: small packets run at a share `small_fraction` of the bandwidth, bulk transfers at all of
-it after `bulk_latency_s`.
+it after `bulk_latency_s`. A library without a reduce-scatter takes `Link.scatter_traffic` times the ring's seconds.
 
 Source: Patarasuk & Yuan 2009 (ring), Thakur et al. 2005 (trees, pairwise exchange), Sanders et al. 2009 (two trees,
 each node inner in one); which algorithms exist and that the fastest is taken: NCCL's documented tuning. Constants are
@@ -83,10 +83,11 @@ def lines(kind: str, spans: tuple[tuple[int, int], ...], profile: Profile) -> tu
         return ()
     bulk_latency_s = sum(span.link.bulk_latency_s for span in levels)
     small_fraction = min(span.link.small_fraction for span in levels)
+    slow = max(span.link.scatter_traffic for span in levels) if kind == "reduce_scatter" else 1.0
     found = []
     for latency_s, s_per_byte in _ALGORITHMS[kind](levels):
         found += [(latency_s, s_per_byte / small_fraction), (latency_s + bulk_latency_s, s_per_byte)]
-    return tuple(found)
+    return tuple((slow * latency_s, slow * s_per_byte) for latency_s, s_per_byte in found)
 
 
 @dataclass(frozen=True, slots=True)

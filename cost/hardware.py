@@ -38,6 +38,7 @@ class Link:
              small_fraction: share of the bandwidth that small packets reach, 0 < share <= 1.
              reduce_bytes_per_s: a switch that adds: buffer bytes all-reduced per second; 0 when the switch cannot.
              peers: neighbours among which a device's wires are divided, where there is no switch; 0 with a switch.
+             scatter_traffic: seconds of a reduce-scatter over those of a ring: gloo has none, and reduces all instead.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Link:
     small_fraction: float = 1.0
     reduce_bytes_per_s: float = 0.0
     peers: int = 0
+    scatter_traffic: float = 1.0
 
     def __post_init__(self) -> None:
         if self.bandwidth_bytes_per_s <= 0 or not 0 < self.small_fraction <= 1:
@@ -221,8 +223,10 @@ _LINK_FIGURES: dict[str, tuple[type, float | None]] = {
     "small_fraction": (float, 1.0),
     "reduce_bytes_per_s": (float, None),
     "peers": (int, None),
+    "scatter_traffic": (float, None),
 }
-_OPTIONAL = {"peers", "cores", "pointwise_traffic", "loss_traffic", "update_traffic"}  # left out: the class's default
+_OPTIONAL = {"peers", "cores", "pointwise_traffic", "loss_traffic", "update_traffic", "scatter_traffic"}
+"""Left out: the class's default."""
 _MAY_BE_ZERO = {"reserve_bytes", "kernel_launch_s", "latency_s", "bulk_latency_s", "reduce_bytes_per_s", "peers"} | {
     "matmul_half_output",
     "matmul_half_depth",

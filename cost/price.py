@@ -38,6 +38,18 @@ Floats = NDArray[np.float64]
 Operand = tuple[Parts, torch.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """An op that runs once for each micro-batch. rows: its factor that is the batch."""
+
+    count: int
+    rows: Factor
+
+    def of(self, at: Sequence[int]) -> list[float]:
+        """What a piece is of each operand, by the parts that the batch has in them."""
+        return [1 / self.count if part >= 0 else 1.0 for part in at]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OpPrice:
     """Arrays over strategies."""
@@ -65,13 +77,22 @@ def price_op(
     profile: Profile,
     software: Software = NATIVE,
     attention: bool = False,
+    pieces: Pieces | None = None,
 ) -> OpPrice:
-    """Price all strategies of an op at once; ins and outs give the parts and dtype of each operand."""
+    """Price all strategies of an op at once; ins and outs give the parts and dtype of each operand. pieces: the price
+    is that of all of them, each with its own launches and waits, and its small products.
+    """
     local = _LocalSizes.of(op, strategies, mesh)
+    flop = local.flop
     dtype = outs[0][1] if outs else torch.float32
     sizes = [_local_bytes(operand, [s.ins[i] for s in strategies], mesh) for i, operand in enumerate(ins)]
     out_sizes = [_local_bytes(operand, [s.outs[i] for s in strategies], mesh) for i, operand in enumerate(outs)]
     moved: Floats = sum((*sizes, *out_sizes), np.zeros(len(strategies)))
+    count = pieces.count if pieces is not None else 1
+    if pieces is not None:
+        local = local.piece(pieces)
+        sizes = [size * share for size, share in zip(sizes, pieces.of(pieces.rows.ins), strict=True)]
+        out_sizes = [size * share for size, share in zip(out_sizes, pieces.of(pieces.rows.outs), strict=True)]
     differentiable = any(op.in_grads)
     parts = _Parts(op, local, ins, outs, sizes, out_sizes, moves, profile, software, dtype)
     if op.rule.view:
@@ -82,14 +103,18 @@ def price_op(
         forward, backward, weight = parts.product()
     else:
         forward, backward, weight = _SPECIAL.get(op_name(op), _Parts.pointwise)(parts)
-    comm_forward, comm_backward = _distributed_s(op.rule, strategies, op.by_name, dtype, mesh, profile)
+    letter = pieces.rows.letter if pieces is not None else ""
+    whole = {key: size / count if key == letter else size for key, size in op.rule.sizes.items()}
+    comm_forward, comm_backward = _distributed_s(op.rule, whole, strategies, op.by_name, dtype, mesh, profile)
+    forward, backward, weight = count * forward, count * backward, count * weight
+    comm_forward, comm_backward = count * comm_forward, count * comm_backward
     if not differentiable:
         backward, weight, comm_backward = 0 * backward, 0 * weight, 0 * comm_backward
     backward = backward + weight
     return OpPrice(
         compute_s=forward + backward,
         communication_s=comm_forward + comm_backward,
-        flop=local.flop,
+        flop=flop,
         moved_bytes=moved,
         forward_s=forward + comm_forward,
         backward_s=backward,
@@ -118,6 +143,11 @@ class _LocalSizes:
                     sizes[factor.letter][i] *= left[option] / whole
                     flop[i] *= left[option] / whole
         return _LocalSizes(sizes, flop)
+
+    def piece(self, pieces: Pieces) -> _LocalSizes:
+        """Of one piece."""
+        letter, count = pieces.rows.letter, pieces.count
+        return _LocalSizes({**self.sizes, letter: self.sizes[letter] / count}, self.flop / count)
 
     def times(self, letters: Sequence[str]) -> Floats:
         """Product of the sizes of some letters."""
@@ -212,13 +242,14 @@ def _local_bytes(operand: Operand, layouts: Sequence[Layout], mesh: LogicalMesh)
 
 def _distributed_s(
     rule: Rule,
+    sizes: Mapping[str, float],
     strategies: Sequence[Strategy],
     factors: Mapping[str, Factor],
     dtype: torch.dtype,
     mesh: LogicalMesh,
     profile: Profile,
 ) -> tuple[Floats, Floats]:
-    """Seconds of the collectives inside distributed strategies, forward and backward."""
+    """Seconds of the collectives inside distributed strategies, forward and backward. sizes: by letter."""
     forward, backward = np.zeros(len(strategies)), np.zeros(len(strategies))
     if not rule.distributed:
         return forward, backward
@@ -228,7 +259,7 @@ def _distributed_s(
             for collective in special.collectives if special is not None else ():
                 size = float(element_bytes(dtype))
                 for letter in collective.factors:
-                    size *= rule.sizes[letter]
+                    size *= sizes[letter]
                     for other, cut in enumerate(strategy.options):
                         if cut in factors and factors[cut].letter == letter:
                             size /= mesh.axes[other].size

@@ -39,15 +39,18 @@ class Wire:
 
     sync_s: what one costs besides its time on the wire. share: of its time that is felt where it runs beside compute.
     shown: share of one gather and one reduction that nothing hides, since they are the first and the last.
-    together: one sends so many times this value, the others of its block; not on a tensor axis. reduced: width of a
-    gradient over that of the value.
+    together: one sends so many times this value, the others of its block; not on a tensor axis. copied: and what it
+    takes to put them together and apart again is not part of `share`. reduced: width of a gradient over that of the
+    value. pieces: parts that the value is sent in, one for each micro-batch.
     """
 
     sync_s: float = 0.0
     share: float = 1.0
     shown: float = 0.0
     together: float = 1.0
+    copied: bool = False
     reduced: float = 1.0
+    pieces: int = 1
 
 
 IN_LINE = Wire()
@@ -177,6 +180,9 @@ class _Prices:
         return self.known[key]
 
     def _primitive_s(self, primitive: str, strided: bool, uncut_bytes: Floats) -> Floats:
+        return self.wire.pieces * self._piece_s(primitive, strided, uncut_bytes / self.wire.pieces)
+
+    def _piece_s(self, primitive: str, strided: bool, uncut_bytes: Floats) -> Floats:
         if primitive == "nothing":
             return np.full(len(uncut_bytes), STEP_S)
         if primitive in FREE:
@@ -184,9 +190,12 @@ class _Prices:
             return STEP_S + np.asarray(memory_bound_s(2 * moved, self.profile))
         size = uncut_bytes / self.axis.size if primitive == "all_to_all" else uncut_bytes
         rows = strided and primitive != "all_reduce"
-        copy_s = np.asarray(memory_bound_s(2 * size, self.profile)) if rows else 0.0
         wire = self.wire
         # a tensor axis cuts most parameters of a block: the few that it leaves whole have nothing to be sent with
         together = 1.0 if self.axis.role == "tp" else wire.together
+        moved = 2 * size if rows else 0.0 * size
+        if wire.copied and together > 1 and primitive in ("all_gather", "reduce_scatter"):
+            moved = 2 * size * (1 + 1 / self.axis.size)
+        copy_s = np.asarray(memory_bound_s(moved, self.profile))
         wire_s = np.asarray(collective_s(primitive, size * together, self.axis, self.profile)) / together
         return STEP_S + copy_s + wire.sync_s + wire.share * wire_s

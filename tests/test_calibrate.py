@@ -37,6 +37,8 @@ def test_known_figures_come_back():
     assert profile.kernel_launch_s == 5e-6
     assert profile.link(0).bandwidth_bytes_per_s == pytest.approx(cpu.link(0).bandwidth_bytes_per_s, rel=0.15)
     assert profile.link(0).latency_s == pytest.approx(cpu.link(0).latency_s, rel=0.15)
+    assert profile.link(0).scatter_traffic == pytest.approx(cpu.link(0).scatter_traffic, rel=0.15)
+    assert cpu.link(0).scatter_traffic == 2.0
     assert profile.matmul_half_output == pytest.approx(400, rel=0.25)
     assert profile.link(1).latency_s > profile.link(0).latency_s
 
@@ -56,6 +58,18 @@ def test_table_shows_measured_beside_predicted():
     shown = plain_text(table(measured, profile_data(measured, RANKS), RANKS))
     assert "all_reduce" in shown
     assert "GFLOP/s" in shown
+
+
+def test_more_ranks_than_cores():
+    """Collectives are measured by all ranks, which share the cores; the rest by one rank a core."""
+    measured = synthetic() | {"cores": RANKS // 2}
+    shared, alone = (parse_profile(profile_data(m, RANKS), "test") for m in (measured, synthetic()))
+    assert shared.peak_flop_per_s == alone.peak_flop_per_s
+    assert shared.memory_bandwidth_bytes_per_s == alone.memory_bandwidth_bytes_per_s
+    crowded = shared.shared_by(RANKS)
+    assert crowded.link(0).bandwidth_bytes_per_s == pytest.approx(alone.link(0).bandwidth_bytes_per_s, rel=0.3)
+    assert crowded.link(0).latency_s == pytest.approx(alone.link(0).latency_s, rel=0.3)
+    assert crowded.peak("fp32") == alone.peak("fp32") / 2
 
 
 def test_one_rank_has_no_collectives():

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from autopar.cost.compute import element_bytes, memory_bound_s
 from autopar.cost.fitted import Software, software_of
 from autopar.cost.hardware import Profile
-from autopar.cost.price import OpPrice, StoragePrice, price_op, price_storage
+from autopar.cost.price import OpPrice, Pieces, StoragePrice, price_op, price_storage
 from autopar.cost.route import Routes, routes
 from autopar.cost.saved import saved_values
 from autopar.cost.traffic import op_name, traffic
@@ -189,6 +189,7 @@ class _Builder:
             self.profile,
             self.software,
             is_attention(op),
+            self.pieces(op),
         )
         count = self.counts[op.name]
         by_output = {i: [s.outs[i] for s in found] for i in range(len(op.outs))}
@@ -206,6 +207,11 @@ class _Builder:
             memory = self.summed_bytes(op, found)
         self.op_choice[op.name] = self.add_choice(record(op.node).op, seconds * count, memory, by_output)
         self.op_strategies[op.name], self.op_prices[op.name] = found, price
+
+    def pieces(self, op: Op) -> Pieces | None:
+        """Into which micro-batches divide an op; None where there are none, or it has no rows of the batch."""
+        rows = next((f for f in op.factors if self.roles.kind(op, f) == "dp"), None)
+        return Pieces(self.settings.pieces, rows) if rows is not None and self.settings.pieces > 1 else None
 
     def added_s(self, op: Op, found: Sequence[Strategy]) -> Floats:
         """Seconds in which the chunks' gradients of a head's weight are added up in at least float32."""

@@ -85,7 +85,7 @@ class Gathers:
         """
         fitted = self.software.fitted
         if value not in self.sources or value not in self.roles.weights:
-            return Wire(fitted.collective_sync_s)
+            return Wire(fitted.collective_sync_s, pieces=self.pieces(value))
         block = self.block_bytes.get(self.home(value), 0.0)
         own = max(1.0, self.analysis.parts[value].numel * float(element_bytes(self.analysis.dtypes[value])))
         held = parameter_bytes("none", element_bytes(self.analysis.dtypes[value]), self.settings.precision)
@@ -97,8 +97,15 @@ class Gathers:
             share=fitted.overlap_slowdown if self.software.overlap else 1.0,
             shown=1 / blocks if overlaps else 0.0,
             together=together,
+            copied=not self.software.overlap,
             reduced=held.gradients / element_bytes(self.sizes.operand(value)[1]),
         )
+
+    def pieces(self, value: str) -> int:
+        """A value of the batch is made, and sent, once for each micro-batch."""
+        places = ((value, part) for part in range(len(self.analysis.parts[value].flat)))
+        divided = any(self.analysis.classes.get(place) in self.roles.batch for place in places)
+        return self.settings.pieces if divided else 1
 
     def home(self, source: str) -> str:
         """The block that first reads a parameter."""

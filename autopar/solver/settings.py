@@ -10,6 +10,9 @@ import torch
 from autopar.cost.fitted import Software
 from autopar.pins import Pins
 
+MICROBATCHES_A_STAGE = 4
+"""Unless pinned, a call has so many micro-batches for each pipeline rank, where the batch allows."""
+
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
@@ -39,6 +42,12 @@ class Settings:
     """Decisions of a plan that is given; what it does not name is chosen around it."""
     software: Software | None = None
     """What runs the plan; None: what runs on such devices."""
+
+    @property
+    def pieces(self) -> int:
+        """Micro-batches of a call: as pinned, or as many as are tried first for a pipeline."""
+        stages = int(self.pins.given.get("pp", 1))
+        return int(self.pins.given.get("microbatches", MICROBATCHES_A_STAGE * stages if stages > 1 else 1))
 
     def inside_stage(self, stages: int | None = None) -> Settings:
         """For the devices of one stage of a pipeline: the model as a whole may take the memory of all stages; which of

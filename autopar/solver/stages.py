@@ -32,10 +32,7 @@ from autopar.solver.pipeline_figures import predicted, weight_bytes
 from autopar.solver.report import axis_entry
 from autopar.solver.search import Found
 from autopar.solver.sends import stage_sends
-from autopar.solver.settings import Settings
-
-MICROBATCHES_A_STAGE = 4
-"""Unless pinned, a call has so many micro-batches for each pipeline rank, where the batch allows."""
+from autopar.solver.settings import MICROBATCHES_A_STAGE, Settings
 
 
 def pipeline_plan(

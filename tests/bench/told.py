@@ -19,7 +19,6 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40)}
 """In bytes: glibc returns nothing to the system."""
 

@@ -40,6 +40,14 @@ def test_inside_a_node(kind, seconds):
     assert collective_s(kind, 1e9, axis((0, 4)), TWO_LEVELS) == pytest.approx(seconds, rel=1e-12)
 
 
+def test_a_library_without_a_reduce_scatter():
+    gloo = dataclasses.replace(H100, links=(dataclasses.replace(INNER, scatter_traffic=2.0),))
+    for size in (1e3, 1e9):
+        everywhere = collective_s("all_reduce", size, axis((0, 4)), gloo)
+        assert collective_s("reduce_scatter", size, axis((0, 4)), gloo) == pytest.approx(everywhere)
+        assert collective_s("all_gather", size, axis((0, 4)), gloo) == pytest.approx(everywhere / 2)
+
+
 # 3 nodes of 4: a ring of 12 crosses each node's four links at once, 40 GB/s; 9 hops inside nodes, 2 between them.
 @pytest.mark.parametrize(
     ("kind", "seconds"),

@@ -83,6 +83,20 @@ def planned(mesh: str = "4", layers: int = 4, **pin: object) -> autopar.Plan:
     return autopar.plan(gpt(layers), autopar.Mesh(mesh), pin=pin)
 
 
+def test_each_micro_batch_has_its_own_launches_and_waits() -> None:
+    """Inside the stages, four micro-batches take what four calls with as many rows take."""
+    sizes = GPTConfig(vocab=64, context=16, layers=4, heads=4, width=32, ff_width=64)
+    pin = {"pp": 2, "tp": 2, "sp": False, "stages": [3, 3]}
+    whole, part = (
+        autopar.plan(GPT(sizes, batch=rows, seq=8), autopar.Mesh("4"), pin={**pin, "microbatches": count}).predicted
+        for rows, count in ((16, 4), (4, 1))
+    )
+    for name in ("compute", "exposed_communication"):
+        assert whole["breakdown_s"][name] == pytest.approx(4 * part["breakdown_s"][name], rel=0.02), name
+    once = autopar.plan(GPT(sizes, batch=16, seq=8), autopar.Mesh("4"), pin={**pin, "microbatches": 1}).predicted
+    assert once["breakdown_s"]["exposed_communication"] < 0.5 * whole["breakdown_s"]["exposed_communication"]
+
+
 def test_a_plan_says_its_stages() -> None:
     plan = planned(pp=2, tp=2, microbatches=4)
     assert plan.degrees == {"pp": 2, "dp": 1, "tp": 2, "cp": 1, "ep": 1}
