@@ -1,4 +1,4 @@
-"""Logits in chunks on two ranks, of a cut vocabulary, gathered weights, micro-batches: as one device."""
+"""Logits in chunks on two ranks, of a cut vocabulary, gathered weights, micro-batches, stages: as one device."""
 
 import pytest
 
@@ -10,6 +10,23 @@ PLANS = {
     "micro-batches": {"dp": 2, "zero": 1, "microbatches": 2},
 }
 CASES = [["gpt", "2", {"pin": {**pin, "loss_chunks": 3}}] for pin in PLANS.values()]
+
+
+STAGES = [
+    ["gpt", "2", 8, {"pin": {"pp": 2, "microbatches": 2, "loss_chunks": 3}}],
+    ["gpt-tied", "2", 8, {"pin": {"pp": 2, "microbatches": 3, "schedule": "gpipe", "loss_chunks": 4}}],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_stages_equal_one_device():
+    preload = (*CAPTURE, "functorch.compile")
+    for found in run_ranks_local("tests.end_to_end.pipeline:run_cases", 2, {"cases": STAGES}, 300, preload=preload):
+        for case in found:
+            assert "refused" not in case, case
+            errors = (*case["losses"], *case["norms"], *case["grads"].values(), *case["params"].values())
+            assert max(errors) < 1e-9, case
 
 
 @pytest.mark.slow
