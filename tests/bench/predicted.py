@@ -136,8 +136,8 @@ def _turn(folder: Path, ranks: int, number: int, distributed: Any) -> bool:
     return bool(more)
 
 
-def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[int, int], float]:
-    """Seconds (lower quintile) by (ranks, position in `PLANS`), of as many rounds as begin in so many seconds from the
+def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[int, int], list[float]]:
+    """Seconds of every round by (ranks, position in `PLANS`), of as many rounds as begin in so many seconds from the
     start."""
     from autopar.runtime.launch import CAPTURE, run_ranks_local
 
@@ -170,15 +170,14 @@ def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[int, int], 
     for thread in threads:
         thread.join()
     return {
-        (ranks, i): float(np.quantile([found[i] for found in times[ranks]], 0.2))
-        for ranks, plans in PLANS.items()
-        for i in range(len(plans))
+        (ranks, i): [found[i] for found in times[ranks]] for ranks, plans in PLANS.items() for i in range(len(plans))
     }
 
 
-def report(predicted: dict[tuple[int, int], float], measured: dict[tuple[int, int], float]) -> None:
+def report(predicted: dict[tuple[int, int], float], times: dict[tuple[int, int], list[float]]) -> None:
     from autopar.validate_ranks import spearman
 
+    measured = {key: float(np.quantile(each, 0.2)) for key, each in times.items()}
     print("| ranks | plan | measured | predicted | error |\n|---|---|---|---|---|")
     for key in sorted(measured, key=measured.__getitem__):
         ranks, i = key
@@ -196,6 +195,9 @@ def report(predicted: dict[tuple[int, int], float], measured: dict[tuple[int, in
         f"90th percentile {np.quantile(errors, 0.9):.1%}; the plan predicted to be best takes "
         f"{chosen / min(measured.values()) - 1:+.1%} over the best one"
     )
+    for name, of in (("fastest", np.min), ("median", np.median)):
+        other = np.array([of(times[k]) for k in keys])
+        print(f"rank correlation with the {name} of the rounds: {spearman(other, ours):.3f}")
 
 
 def main() -> None:
@@ -218,7 +220,7 @@ def main() -> None:
         folder = Path(name)
         if options.measured:
             data = json.loads(Path(options.measured).read_text())
-            measured = {(ranks, i): seconds for ranks, i, seconds in data}
+            measured = {(ranks, i): seconds for ranks, i, seconds in data}  # of every round
         else:
             measured = measure(folder, options.rounds, options.seconds)
             if options.json:
