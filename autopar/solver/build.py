@@ -211,7 +211,8 @@ class _Builder:
     def pieces(self, op: Op) -> Pieces | None:
         """Into which micro-batches divide an op; None where there are none, or it has no rows of the batch."""
         rows = next((f for f in op.factors if self.roles.kind(op, f) == "dp"), None)
-        return Pieces(self.settings.pieces, rows) if rows is not None and self.settings.pieces > 1 else None
+        count = min(self.settings.pieces, rows.size) if rows is not None else 1
+        return Pieces(count, rows) if rows is not None and count > 1 else None
 
     def added_s(self, op: Op, found: Sequence[Strategy]) -> Floats:
         """Seconds in which the chunks' gradients of a head's weight are added up in at least float32."""

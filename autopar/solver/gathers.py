@@ -103,9 +103,12 @@ class Gathers:
 
     def pieces(self, value: str) -> int:
         """A value of the batch is made, and sent, once for each micro-batch."""
-        places = ((value, part) for part in range(len(self.analysis.parts[value].flat)))
-        divided = any(self.analysis.classes.get(place) in self.roles.batch for place in places)
-        return self.settings.pieces if divided else 1
+        rows = (
+            size
+            for part, size in enumerate(self.analysis.parts[value].flat)
+            if self.analysis.classes.get((value, part)) in self.roles.batch
+        )
+        return min(self.settings.pieces, next(rows, 1))
 
     def home(self, source: str) -> str:
         """The block that first reads a parameter."""
