@@ -238,12 +238,14 @@ class Typed(Interpreter):
 
 @functools.cache
 def planned(mode: str, tied: bool = True) -> tuple[Prepared, Program, Any]:
-    """GPT of two layers in one of the modes: the local program of rank 0, and the mesh."""
+    """GPT of two layers in one of the modes: the local program of rank 0, and the mesh. Planned for GPUs: gloo has no
+    reduce-scatter, so that a plan for processors adds up everywhere and takes a part.
+    """
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=64, context=16, layers=2, heads=4, width=32, ff_width=64, tied=tied)).double()
     ids = torch.randint(1, 64, (8, 8))
     request = make_request(
-        Mesh("4", device="cpu"), MODES[mode], None, None, "adamw", "auto", None, "eager", False, False, None
+        Mesh("4", device="a100-sxm-80gb"), MODES[mode], None, None, "adamw", "auto", None, "eager", False, False, None
     )
     prepared = prepare(model, (ids, ids), {}, name="gpt", outputs="auto")
     plan = choose(prepared, request.topology, request.profile, request.settings, recompute=("none",))
