@@ -1,12 +1,12 @@
-"""Every kernel of every model and architecture that the tests know, once in Triton's interpreter: the second table of
-`tests/bench/kernels.md`.
+"""Every kernel of every model and architecture that the tests know, once in Triton's interpreter and once compiled for
+each GPU: the second table of `tests/bench/kernels.md`.
 
     python -m tests.bench.kernels_run [NAMES] --state FILE --out tests/bench/kernels.md
 
 Each model is planned and lowered as a user's is, but not run; the kernels of both graphs, equal ones once over all
-models, are compared with their ATen ops in float32. Sizes are those of the tests (24 tokens, widths of 16 and 24), and
-again `ragged`, no multiples of anything, and `one row`: one token, one image. `one column` is a width of 1. A run that
-was ended goes on from its `--state`.
+models, are compared with their ATen ops in float32, and compiled. Sizes are those of the tests (24 tokens, widths of
+16 and 24), and again `ragged`, no multiples of anything, and `one row`: one token, one image. `one column` is a width
+of 1. A run that was ended goes on from its `--state`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from triton.backends.compiler import GPUTarget
 
 import autopar
 from autopar.api import _plan_of, _prepare
+from autopar.codegen.code import Code
 from autopar.codegen.group import FusedGroup
 from autopar.passes.lower import Graphs
 from autopar.passes.shard import Shard
 from autopar.pipeline import carry_out
 from autopar.request import make_request
 from autopar.traced import trace
+from tests.bench import kernels
 from tests.codegen.compare import check_group
 from tests.codegen.lowered import gpt, llama
 from tests.end_to_end import architectures
@@ -65,12 +68,23 @@ class Case:
 
 
 @dataclass(slots=True)
+class Seen:
+    """Of one kernel. share: of the allowed error. moved: bytes over the least possible. registers: the most of its
+    functions, by GPU. spilled: bytes, over all of its functions and GPUs."""
+
+    share: float
+    moved: float = 0.0
+    registers: dict[str, int] = field(default_factory=dict)
+    spilled: int = 0
+
+
+@dataclass(slots=True)
 class Found:
-    """Of one case. kernels: by graph. checked: by text, the share of the allowed error. fresh: how many of them no
-    earlier case had. wrong: what was not right."""
+    """Of one case. kernels: by graph. checked: by text and types. fresh: how many of them no earlier case had. wrong:
+    what was not right."""
 
     kernels: dict[str, int] = field(default_factory=dict)
-    checked: dict[str, float] = field(default_factory=dict)
+    checked: dict[str, Seen] = field(default_factory=dict)
     fresh: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -132,44 +146,62 @@ def lowered(case: Case) -> Graphs:
     return trace(program, chosen.mesh, at, fused=True).graphs
 
 
-def check(case: Case, seen: dict[str, float]) -> Found:
-    """Lower the model, and run each kernel that was not seen before."""
+def check(case: Case, seen: dict[str, Seen], build: bool = False) -> Found:
+    """Lower the model, and run (and `build`: compile) each kernel that was not seen before."""
     found, graphs = Found(), lowered(case)
     for which in ("forward", "backward"):
         groups = [g for g in getattr(graphs, which).modules() if isinstance(g, FusedGroup)]
         found.kernels[which] = len(groups)
         for group in groups:
-            _check_once(group, seen, found)
+            _check_once(group, seen, found, build)
     return found
 
 
-def _check_once(group: FusedGroup, seen: dict[str, float], found: Found) -> None:
-    text = hashlib.sha256(group.code.printed.text.encode()).hexdigest()
+def _check_once(group: FusedGroup, seen: dict[str, Seen], found: Found, build: bool) -> None:
+    code = group.code
+    types = [str(buffer.dtype) for buffer in code.kernel.buffers]
+    text = hashlib.sha256(f"{types} {code.printed.text}".encode()).hexdigest()
     if text not in seen:
         found.fresh += 1
         try:
-            seen[text] = check_group(group)
+            seen[text] = Seen(check_group(group), kernels.byte_ratio(code))
+            if build:
+                _compile(code, seen[text])
         except Exception as error:
-            seen[text] = float("inf")
-            found.wrong.append(f"{group.code.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            seen[text] = Seen(float("inf"))
+            found.wrong.append(f"{code.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
     found.checked[text] = seen[text]
 
 
-def row(case: Case, seen: dict[str, float]) -> str:
+def _compile(code: Code, into: Seen) -> None:
+    for launch in code.printed.launches:
+        for capability in kernels.CUDA:
+            made = kernels.for_cuda(code, launch, capability)
+            into.registers[made.target] = max(into.registers.get(made.target, 0), made.registers or 0)
+            into.spilled += made.spilled_bytes or 0
+        for architecture in kernels.HIP:
+            kernels.compile_function(code, launch, GPUTarget("hip", architecture, 64))
+
+
+def row(case: Case, seen: dict[str, Seen]) -> str:
     try:
-        found = check(case, seen)
+        found = check(case, seen, build=True)
     except Exception as error:
-        return f"| {case.key} | | | | | | {type(error).__name__}: {str(error).splitlines()[0]} |"
+        return f"| {case.key} | | | | | | | | | {type(error).__name__}: {str(error).splitlines()[0]} |"
     counts = " | ".join(str(found.kernels[which]) for which in ("forward", "backward"))
-    largest = max(found.checked.values(), default=0.0)
-    right = "yes" if largest <= 1 else "NO: " + "; ".join(found.wrong)
-    return f"| {case.key} | {counts} | {len(found.checked)} | {found.fresh} | {largest:.2f} | {right} |"
+    checked = list(found.checked.values())
+    share, moved = (max((getattr(s, what) for s in checked), default=0.0) for what in ("share", "moved"))
+    registers = [max((s.registers.get(f"sm_{c}", 0) for s in checked), default=0) for c in kernels.CUDA]
+    spilled = sum(s.spilled for s in checked)
+    right = "yes" if share <= 1 else "NO: " + "; ".join(found.wrong)
+    built = f"{' '.join(map(str, registers))} | {spilled}"
+    return f"| {case.key} | {counts} | {len(checked)} | {found.fresh} | {share:.2f} | {moved:.3f} | {built} | {right} |"
 
 
 def run(names: list[str], dtypes: list[str], state: Path | None) -> tuple[dict[str, str], int]:
     """Rows by case, and how many kernels were run."""
     held = json.loads(state.read_text()) if state is not None and state.exists() else {"seen": {}, "rows": {}}
-    seen, rows = held["seen"], held["rows"]
+    seen, rows = {key: Seen(**told) for key, told in held["seen"].items()}, held["rows"]
     for case in cases():
         wanted = not names or case.name in names or case.name.partition(",")[0] in names
         if case.key in rows or not wanted or str(case.dtype).removeprefix("torch.") not in dtypes:
@@ -178,21 +210,22 @@ def run(names: list[str], dtypes: list[str], state: Path | None) -> tuple[dict[s
         rows[case.key] = row(case, seen)
         print(f"{time.perf_counter() - began:5.1f} s {rows[case.key]}", flush=True)
         if state is not None:
-            state.write_text(json.dumps(held))
+            state.write_text(json.dumps({"seen": {key: asdict(one) for key, one in seen.items()}, "rows": rows}))
     return rows, len(seen)
 
 
-def table(rows: Mapping[str, str], kernels: int) -> Iterator[str]:
+def table(rows: Mapping[str, str], count: int) -> Iterator[str]:
     yield f"{MARK}\n"
     yield f"Made by `python -m tests.bench.kernels_run`, {time.strftime('%Y-%m-%d')}: torch {torch.__version__}. Each"
     yield "kernel of the forward and the backward graph of a rank, against its ATen ops in float32. `different`: texts;"
     yield "`new`: of them, those that no row above has, and that were run for this row. `largest`: the largest error of"
     yield "a result over what is allowed: 1e-5 of the largest value in float32, on top of that 2 units in the last"
-    yield "place in half precision.\n"
-    yield f"{kernels} different kernels of {len(rows)} of {sum(1 for _ in cases())} cases; of the others nothing"
+    yield "place in half precision. `bytes`: of the kernel that moves most over the least possible. Compiled for sm_80,"
+    yield "sm_90, sm_100 and gfx942: the most registers of a thread on the first three, bytes spilled by all of them.\n"
+    yield f"{count} different kernels of {len(rows)} of {sum(1 for _ in cases())} cases; of the others nothing"
     yield "is known.\n"
-    yield "| model | dtype | groups, forward | backward | different | new | largest | right |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| model | dtype | forward | backward | different | new | largest | bytes | registers | spilled | right |"
+    yield "|---" * 11 + "|"
     yield from (rows[case.key] for case in cases() if case.key in rows)
 
 
@@ -203,10 +236,10 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help="a file that holds what an earlier run found, and what this finds")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     given = parser.parse_args()
-    rows, kernels = run(given.names, given.dtypes.split(","), given.state)
+    rows, count = run(given.names, given.dtypes.split(","), given.state)
     if given.out:
         before = given.out.read_text().partition(MARK)[0] if given.out.exists() else ""
-        given.out.write_text(before + "\n".join(table(rows, kernels)) + "\n")
+        given.out.write_text(before + "\n".join(table(rows, count)) + "\n")
 
 
 if __name__ == "__main__":
