@@ -66,7 +66,8 @@ def layer_s(run: Run, one: Pass, fitted: Fitted, moe: bool) -> tuple[float, floa
 
 @dataclass(frozen=True, slots=True)
 class Sends:
-    """Seconds of one send between neighbouring stages; `near` of them in a row lie in one node."""
+    """Seconds of one send between neighbouring stages; `near` of them in a row lie in one node. far_s: from the last of
+    them to the next node, or, where there is none, back to the first."""
 
     near: int
     near_s: float
@@ -74,12 +75,15 @@ class Sends:
 
     @staticmethod
     def of(run: Run, fitted: Fitted) -> Sends:
-        near = math.prod(ranks for level, ranks in run.axes["pp"].spans if level == 0)
+        spans = run.axes["pp"].spans
+        near = math.prod(ranks for level, ranks in spans if level == 0)
         size = activation_message_bytes(run) / run.tp
         inside, link = run.profile.link(0).among(2), run.profile.link(1)
         alone = max(link.bandwidth_bytes_per_s, PORT_BYTES_PER_S)
         rate = min(link.bandwidth_bytes_per_s * near, alone)
-        return Sends(near, size / inside.bandwidth_bytes_per_s + fitted.send_sync_s, size / rate + fitted.send_sync_s)
+        near_s = size / inside.bandwidth_bytes_per_s + fitted.send_sync_s
+        leaves = any(level > 0 for level, _ in spans)
+        return Sends(near, near_s, size / rate + fitted.send_sync_s if leaves else near_s)
 
     def into_s(self, stage: int) -> float:
         """From the stage before to this one."""

@@ -57,7 +57,7 @@ def test_ranks(published):
     assert data["time"]["all"]["spearman"] >= 0.99
     assert data["groups"]["n"] >= 45
     assert data["groups"]["median_spearman"] >= 0.95
-    assert data["groups"]["mean_spearman"] >= 0.82
+    assert data["groups"]["mean_spearman"] >= 0.84
     assert data["groups"]["errorless_spearman"] < 0.95  # what runs printed twice leave to any prediction
     assert data["groups"]["pairs"]["right"] >= 0.93 * data["groups"]["pairs"]["n"]
 

@@ -49,6 +49,14 @@ def test_schedules_shorten_the_bubble_in_order():
     assert step_time(run(**{**PIPELINE, "microbatches": 32})).bubble_s == pytest.approx(bubbles[0], rel=1e-6)
 
 
+def test_the_ring_of_chunks_closes_inside_a_node():
+    inside = Sends.of(run(**PIPELINE), FITTED)
+    assert inside.into_s(0) == inside.into_s(1) == inside.near_s
+    across = Sends.of(run(**{**PIPELINE, "nodes": 2, "pp": 16, "stage_layers": (2,) * 16}), FITTED)
+    assert across.into_s(1) == inside.near_s
+    assert across.into_s(0) == across.into_s(8) == across.far_s > inside.near_s
+
+
 def test_recompute_runs_the_forward_again():
     none, selective, full = (step_time(run(recompute=r)).compute_s for r in ("none", "selective", "full"))
     forward = stages(run())[0].forward_s
