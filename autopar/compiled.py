@@ -20,6 +20,7 @@ from autopar.codegen.load import mode_of
 from autopar.dump import Dump
 from autopar.dump_lowered import backward_text, forward_text, kernels_text
 from autopar.passes.chunk_loss import ChunkLoss
+from autopar.passes.drop_views import DropViews
 from autopar.passes.fill_buckets import FillBuckets
 from autopar.passes.fuse import Fuse
 from autopar.passes.inline import Inline
@@ -35,7 +36,7 @@ from autopar.runtime.backward_split import splittable
 from autopar.runtime.unused import leave_unused
 from autopar.user_function import op_text
 
-PASSES = (MergeCollectives().run, MergeGathers().run, Overlap().run, Prefetch().run)
+PASSES = (DropViews().run, MergeCollectives().run, MergeGathers().run, Overlap().run, Prefetch().run)
 """What is done to each of the two graphs, in this order."""
 
 
