@@ -12,7 +12,7 @@ same level the earlier axis takes the nearer ranks. This is also the order in wh
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,15 @@ class Axis:
             raise MeshError(f"axis '{self.name}' has size {self.size}, which its spans {self.spans} do not multiply to")
         if self.role is not None and self.role not in ROLES:
             raise MeshError(f"axis '{self.name}' has role '{self.role}', which is none of {', '.join(ROLES)}")
+
+    def between(self, a: int, b: int) -> "Axis":
+        """The spans that a message from index `a` to `b` crosses, those below them included."""
+        far = 0
+        for i, (_, ranks) in enumerate(self.spans, 1):
+            far = far if a % ranks == b % ranks else i
+            a, b = a // ranks, b // ranks
+        spans = self.spans[:far]
+        return replace(self, size=math.prod(ranks for _, ranks in spans), spans=spans)
 
 
 @dataclass(frozen=True, slots=True)

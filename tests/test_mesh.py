@@ -245,3 +245,11 @@ def test_pinned_axes_are_laid_tp_cp_ep_dp_pp():
     logical = factor_axes(Mesh("4x8"), {"pp": 2, "dp": 2, "ep": 2, "cp": 2, "tp": 2})
     assert [axis.name for axis in logical.axes] == ["tp", "cp", "ep", "dp", "pp"]
     assert [axis.stride for axis in logical.axes] == [1, 2, 4, 8, 16]
+
+
+def test_between_two_places_of_an_axis():
+    axis = Axis("pp", 12, "pp", ((0, 2), (1, 3), (2, 2)), 1)
+    assert axis.between(0, 1).spans == axis.between(3, 2).spans == ((0, 2),)
+    assert axis.between(1, 2).spans == axis.between(0, 4).spans == ((0, 2), (1, 3))
+    assert axis.between(5, 6) == axis
+    assert axis.between(7, 7).size == 1

@@ -5,7 +5,7 @@ every two stages of which one reads what the other makes, for one micro-batch an
 
 As in the stage pass a value goes straight to each stage that reads it, once; what is made of inputs alone is made again
 where it is read. A move between the two ends is made on the side where the value is smaller; read in two layouts of
-which one is smaller, both are sent.
+which one is smaller, both are sent. Stages whose ranks lie in one node are not charged for the network between nodes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autopar.mesh import Axis
 from autopar.passes.stage import is_product
 from autopar.rules.analyse import Analysis
 from autopar.rules.decisions import Decisions
+from autopar.schedule.table import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,13 @@ def stage_sends(
     sizes: tuple[int, ...],
     stage_of: Mapping[str, int],
     axis: Axis,
+    schedule: Schedule,
     profile: Profile,
 ) -> tuple[Send, ...]:
     """All sends, by source and reader.
 
     Args:    decisions, sizes: on the micro-batches and then the axes of a stage. stage_of: by the name of an op's node.
-             axis: the pipeline.
+             axis: the pipeline. schedule: says which of its ranks has which stage.
     """
     found: dict[tuple[int, int], list[int]] = {}
     for value, source, producer in _made(analysis, decisions, stage_of):
@@ -65,10 +67,12 @@ def stage_sends(
             total = found.setdefault((source, reader), [0, 0])
             total[0] += size_bytes
             total[1] += size_bytes * analysis.grads[value]
-    return tuple(
-        Send(*pair, *total, *(float(collective_s("send", n, axis, profile)) for n in total))
-        for pair, total in sorted(found.items())
-    )
+
+    def time_s(source: int, reader: int, size_bytes: int) -> float:
+        ways = zip(schedule.ranks_of(source), schedule.ranks_of(reader), strict=True)
+        return max(float(collective_s("send", size_bytes, axis.between(*way), profile)) for way in ways)
+
+    return tuple(Send(*pair, *total, *(time_s(*pair, n) for n in total)) for pair, total in sorted(found.items()))
 
 
 def _made(analysis: Analysis, decisions: Decisions, stage_of: Mapping[str, int]) -> list[tuple[str, int, Layout]]:

@@ -94,7 +94,13 @@ def pipeline_plan(
         at += size
     by_node = {n: stage_of[record(op.node).op] for n, op in analysis.ops.items() if record(op.node).op in stage_of}
     sends = stage_sends(
-        analysis, divided.decisions, (microbatches, *found.mesh.sizes), by_node, mesh.axes[-1], found.built.profile
+        analysis,
+        divided.decisions,
+        (microbatches, *found.mesh.sizes),
+        by_node,
+        mesh.axes[-1],
+        schedule,
+        found.built.profile,
     )
     device, host = [held.device for held in states], [held.host for held in states]
     versions = [held.copy * kept for held, kept in zip(states, copies, strict=True)]

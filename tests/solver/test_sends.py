@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autopar.api import _plan_of, _prepare
+from autopar.mesh import Mesh
 from autopar.passes.microbatch import Microbatch, divide, with_microbatches
 from autopar.passes.shard import Shard
 from autopar.passes.stage import Stage, once_for_all
@@ -17,7 +18,9 @@ from autopar.solver.stages import stage_of_ops
 from tests.end_to_end.pipeline_models import build, inputs
 
 
-def planned_and_sent(model: str, mesh: str, pin: dict[str, Any]) -> tuple[Plan, dict[tuple[int, int], list[int]]]:
+def planned_and_sent(
+    model: str, mesh: str | Mesh, pin: dict[str, Any]
+) -> tuple[Plan, dict[tuple[int, int], list[int]]]:
     """The plan, and bytes of the values and of their gradients that the first micro-batch sends, by both stages."""
     args, kwargs = inputs(model)
     request = make_request(mesh, pin, None, None, "adamw", "auto", None, "auto", False, False, None)
@@ -57,3 +60,15 @@ def test_priced_is_what_is_sent(model: str, mesh: str, pin: dict[str, Any]) -> N
     priced = {(s["source"], s["reader"]): [s["size_bytes"], s["back_bytes"]] for s in plan.predicted["sends"]}
     assert priced == sent
     assert all(s["time_s"] > 0 for s in plan.predicted["sends"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_stages_of_one_node_send_over_its_links(schedule: str) -> None:
+    """Of four stages on two nodes of two devices only the middle send crosses the network; 4 KiB each, on A100s."""
+    pin = {"pp": 4, "microbatches": 4, "schedule": schedule}
+    of = {}
+    for mesh in ("2x2", "4"):
+        plan, _ = planned_and_sent("gpt", Mesh(mesh, device="a100-sxm-80gb"), pin)
+        of[mesh] = {(s["source"], s["reader"]): s["time_s"] for s in plan.predicted["sends"]}
+    assert of["2x2"][0, 1] == of["2x2"][2, 3] == of["4"][1, 2]
+    assert of["2x2"][1, 2] > 5 * of["4"][1, 2]
