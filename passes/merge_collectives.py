@@ -142,10 +142,12 @@ def _merge_reductions(graph: Graph, bucket: Bucket, ranks: int) -> None:
 
 def _merge_gathers(graph: Graph, bucket: Bucket) -> None:
     """One gather, where the first of them stood; its parts are taken out where each is waited for."""
-    (first, first_wait), ranks = bucket[0], bucket[0][0].args[1]
+    first, ranks = bucket[0][0], bucket[0][0].args[1]
+    first_wait = min(wait for _, wait in bucket)
     chain = [a for n, _ in bucket for a in start_of(n) if a is not n]
     for node in dict.fromkeys(chain):
-        first.prepend(node)
+        if first < node:
+            first.prepend(node)
     with graph.inserting_before(first):
         flat = [call(graph, aten.reshape.default, (n.args[0], [-1])) for n, _ in bucket]
         joined = call(graph, aten.cat.default, (flat,))

@@ -56,7 +56,8 @@ class Prefetch:
 
     Input:   %a = all_gather(%w0) ; %b = wait(%a) ; ... block 0 ... ; %c = all_gather(%w1) ; %d = wait(%c)
     Output:  %a = all_gather(%w0) ; %c = all_gather(%w1) ; %b = wait(%a) ; ... block 0 ... ; %d = wait(%c)
-    Refuses: shards that the graph has to compute first. `ahead` gathers more are in memory at a time.
+    Refuses: shards that the graph has to compute first; to delay a gather that is early already, since the one before
+    it is waited for later still. `ahead` gathers more are in memory at a time.
     """
 
     ahead: int = 1
@@ -65,9 +66,10 @@ class Prefetch:
         gathers = early_gathers(module.graph)
         for i, gather in enumerate(gathers[1:], 1):
             wait = only_wait(gathers[max(i - self.ahead, 0)])
-            if wait is not None:
+            if wait is not None and wait < gather:
                 for node in start_of(gather):
-                    wait.prepend(node)
+                    if wait < node:
+                        wait.prepend(node)
         module.graph.lint()
         module.recompile()
         return module

@@ -27,7 +27,8 @@ class Later:
     def gradients(self) -> dict[int, torch.Tensor]:
         """Gradient by position of the forward's input. Frees what was held for it."""
         held, self.held = self.held, []
-        return dict(zip(self.positions, self.run(held), strict=True))
+        with torch.no_grad():  # as in a backward: parameters may be among what it reads
+            return dict(zip(self.positions, self.run(held), strict=True))
 
 
 _WAITING: list[list[Later]] = []

@@ -2,13 +2,24 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.passes.merge_collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, MergeGathers
 from autopar.passes.overlap import Overlap, Prefetch
 from autopar.runtime.moves import move
 from tests.golden_files import check_golden
 from tests.passes.local_group import one_rank
-from tests.passes.test_merge_collectives import VALUES, WEIGHTS, assert_equal, blocks, in_blocks, reduced, traced
+from tests.passes.test_merge_collectives import (
+    VALUES,
+    WEIGHTS,
+    assert_equal,
+    blocks,
+    gathered,
+    in_blocks,
+    reduced,
+    traced,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +87,33 @@ def test_further_ahead():
     module = Prefetch(ahead=3).run(Overlap().run(in_blocks(traced(blocks, *WEIGHTS))))
     assert order_of(module) == "SSSSW.WW.W"
     assert_equal(module, blocks, WEIGHTS)
+
+
+def test_a_gather_that_is_read_after_later_ones_delays_none_of_them():
+    """A block needs its own weights before the table that is gathered first, which is waited for last."""
+
+    def fn(x, w, v):
+        first, second = gathered(w), gathered(v)
+        return (x @ second).sin() @ first, second
+
+    values = torch.randn(3, 4), torch.randn(3, 4), torch.randn(4, 3)
+    module = Overlap().run(traced(fn, *values))
+    assert order_of(module) == "SSW.W"
+    assert order_of(Prefetch().run(module)) == "SSW.W"
+    assert_equal(module, fn, values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(4)), st.permutations(range(4)), st.integers(1, 3), st.booleans())
+def test_any_order_of_gathers_and_readers(starts, reads, ahead, merged):
+    def fn(*shards):
+        whole = {i: gathered(shards[i]) for i in starts}
+        x = torch.ones(3, 3)
+        for i in reads:
+            x = (x @ whole[i]).sin()
+        return (x,)
+
+    shards = tuple(torch.randn(3, 3) for _ in range(4))
+    module = traced(fn, *shards)
+    module = MergeGathers(bucket_bytes=80).run(module) if merged else module
+    assert_equal(Prefetch(ahead).run(Overlap().run(module)), fn, shards)
