@@ -11,6 +11,7 @@ from tests import ahead
 from tests.warm import warm_launchers
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PYTHONWARNINGS", "error:backend='aot'")  # in ranks too: a program that was not lowered after all
 torch.set_num_threads(1)
 
 

@@ -7,7 +7,8 @@ micro-batches and backend share what lies inside the stages. These groups come i
 any time is a sample of the product, and what the file of results holds already is not run again.
 
 usage: python -m tests.bench.pipelines --out RESULTS.jsonl [--world 2] [--minutes 10] [--table tests/bench/pipelines.md]
-Writes a line for each case; `--table` writes the table of all lines, and nothing is run.
+Writes a line for each case; `--table` writes the table of all lines of so many ranks in place of the one that is there,
+and nothing is run.
 """
 
 from __future__ import annotations
@@ -123,10 +124,10 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def table(lines: list[dict[str, Any]]) -> str:
+def table(lines: list[dict[str, Any]], world: int) -> str:
     """A row for each model and mesh, then one for each schedule."""
-    total = sum(len(product(world)) for world in (2, 4))
-    rows = [f"{len(lines)} of the {total} cases of the product have been run.", ""]
+    lines = [m for m in lines if ranks_of(INSIDE[m["case"][1]][0]) == world]
+    rows = [f"{len(lines)} of the {len(product(world))} cases on {world} ranks have been run.", ""]
     for title, key in (
         ("model, inside", lambda c: f"{c[0]}, {c[1]}"),
         ("schedule, backend", lambda c: f"{c[2]}, {c[4]}"),
@@ -165,10 +166,11 @@ def main() -> None:
     if options.table is None:
         campaign(options.out, options.world, options.minutes)
         return
-    lines = lines_of(options.out)
-    old = options.table.read_text(encoding="utf-8").split("<!-- table -->")[0] if options.table.exists() else ""
-    options.table.write_text(f"{old}<!-- table -->\n\n{table(lines)}\n", encoding="utf-8")
-    print(table(lines), file=sys.stderr)
+    made, mark, end = table(lines_of(options.out), options.world), f"<!-- {options.world} ranks -->", "<!-- end -->"
+    old = options.table.read_text(encoding="utf-8") if options.table.exists() else ""
+    before, _, rest = old.partition(mark)
+    options.table.write_text(f"{before}{mark}\n\n{made}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+    print(made, file=sys.stderr)
 
 
 if __name__ == "__main__":
