@@ -198,8 +198,8 @@ def row(case: Case, seen: dict[str, Seen]) -> str:
     return f"| {case.key} | {counts} | {len(checked)} | {found.fresh} | {share:.2f} | {moved:.3f} | {built} | {right} |"
 
 
-def run(names: list[str], dtypes: list[str], state: Path | None) -> tuple[dict[str, str], int]:
-    """Rows by case, and how many kernels were run."""
+def run(names: list[str], dtypes: list[str], state: Path | None) -> tuple[dict[str, str], dict[str, Seen]]:
+    """Rows by case, and all kernels that were run."""
     held = json.loads(state.read_text()) if state is not None and state.exists() else {"seen": {}, "rows": {}}
     seen, rows = {key: Seen(**told) for key, told in held["seen"].items()}, held["rows"]
     for case in cases():
@@ -211,10 +211,10 @@ def run(names: list[str], dtypes: list[str], state: Path | None) -> tuple[dict[s
         print(f"{time.perf_counter() - began:5.1f} s {rows[case.key]}", flush=True)
         if state is not None:
             state.write_text(json.dumps({"seen": {key: asdict(one) for key, one in seen.items()}, "rows": rows}))
-    return rows, len(seen)
+    return rows, seen
 
 
-def table(rows: Mapping[str, str], count: int) -> Iterator[str]:
+def table(rows: Mapping[str, str], seen: Mapping[str, Seen]) -> Iterator[str]:
     yield f"{MARK}\n"
     yield f"Made by `python -m tests.bench.kernels_run`, {time.strftime('%Y-%m-%d')}: torch {torch.__version__}. Each"
     yield "kernel of the forward and the backward graph of a rank, against its ATen ops in float32. `different`: texts;"
@@ -222,8 +222,9 @@ def table(rows: Mapping[str, str], count: int) -> Iterator[str]:
     yield "a result over what is allowed: 1e-5 of the largest value in float32, on top of that 2 units in the last"
     yield "place in half precision. `bytes`: of the kernel that moves most over the least possible. Compiled for sm_80,"
     yield "sm_90, sm_100 and gfx942: the most registers of a thread on the first three, bytes spilled by all of them.\n"
-    yield f"{count} different kernels of {len(rows)} of {sum(1 for _ in cases())} cases; of the others nothing"
-    yield "is known.\n"
+    spilled = [one.spilled for one in seen.values() if one.spilled]
+    yield f"{len(seen)} different kernels of {len(rows)} of {sum(1 for _ in cases())} cases;"
+    yield f"{len(spilled)} of them spill, {sum(spilled)} bytes in all.\n"
     yield "| model | dtype | forward | backward | different | new | largest | bytes | registers | spilled | right |"
     yield "|---" * 11 + "|"
     yield from (rows[case.key] for case in cases() if case.key in rows)
@@ -236,10 +237,10 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help="a file that holds what an earlier run found, and what this finds")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     given = parser.parse_args()
-    rows, count = run(given.names, given.dtypes.split(","), given.state)
+    rows, seen = run(given.names, given.dtypes.split(","), given.state)
     if given.out:
         before = given.out.read_text().partition(MARK)[0] if given.out.exists() else ""
-        given.out.write_text(before + "\n".join(table(rows, count)) + "\n")
+        given.out.write_text(before + "\n".join(table(rows, seen)) + "\n")
 
 
 if __name__ == "__main__":
