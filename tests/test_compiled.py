@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.runtime.launch import run_ranks_local
 
 
 class Square(torch.autograd.Function):
@@ -62,6 +63,20 @@ def test_a_refused_graph_warns_once_and_runs_op_by_op():
     torch.testing.assert_close(grad, reference.inner.weight.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(m.inner.weight.grad, grad)
     assert not compiled(m).graphs
+
+
+def refused_in_a_rank(payload):
+    m, x = built(Model(Square))
+    try:
+        m(x)
+    except UserWarning as warning:
+        return str(warning)[:13]
+    return "ran op by op"
+
+
+def test_in_ranks_of_tests_a_refused_graph_is_an_error():
+    """See conftest: no test may pass because its ranks ran another program than the lowered one."""
+    assert run_ranks_local("tests.test_compiled:refused_in_a_rank", 1, {}, 60.0) == ["backend='aot'"]
 
 
 def test_without_gradients_nothing_is_lowered():

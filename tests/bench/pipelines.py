@@ -20,6 +20,7 @@ import random
 import statistics
 import sys
 import time
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def run(payload: dict[str, Any]) -> list[None]:
     from tests.bench import kept
 
     kept.keep()
+    warnings.filterwarnings("error", message="backend='aot'")  # as in tests: a stage that would run op by op after all
     for model, inside, schedule, microbatches, backend in payload["cases"]:
         started = time.perf_counter()
         kept.begin(model, inside, microbatches, backend)

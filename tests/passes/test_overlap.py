@@ -104,8 +104,10 @@ def test_a_gather_that_is_read_after_later_ones_delays_none_of_them():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.permutations(range(4)), st.permutations(range(4)), st.integers(1, 3), st.booleans())
-def test_any_order_of_gathers_and_readers(starts, reads, ahead, merged):
+@given(st.permutations(range(4)), st.permutations(range(4)), st.integers(1, 3), st.sampled_from((None, False, True)))
+def test_any_order_of_gathers_and_readers(starts, reads, ahead, merged_late):
+    """merged_late: are gathers joined after their waits were put in the order of their readers? None: not joined."""
+
     def fn(*shards):
         whole = {i: gathered(shards[i]) for i in starts}
         x = torch.ones(3, 3)
@@ -115,5 +117,19 @@ def test_any_order_of_gathers_and_readers(starts, reads, ahead, merged):
 
     shards = tuple(torch.randn(3, 3) for _ in range(4))
     module = traced(fn, *shards)
-    module = MergeGathers(bucket_bytes=80).run(module) if merged else module
+    module = Overlap().run(module) if merged_late else module
+    module = module if merged_late is None else MergeGathers(bucket_bytes=80).run(module)
     assert_equal(Prefetch(ahead).run(Overlap().run(module)), fn, shards)
+
+
+def test_what_a_gather_sends_may_be_read_before():
+    """A cast shard stays where it is first read, though gathers around it move."""
+
+    def fn(w, v):
+        cast = v.double()
+        read = cast.sin()
+        return gathered(w.double()).sin(), gathered(cast), read
+
+    shards = torch.randn(3, 4), torch.randn(3, 4)
+    assert_equal(MergeGathers().run(traced(fn, *shards)), fn, shards)
+    assert_equal(Prefetch().run(Overlap().run(traced(fn, *shards))), fn, shards)
