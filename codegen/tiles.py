@@ -6,7 +6,7 @@ such rows in a kernel that also sums over the rows; rows so few and so long that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.codegen.kernel import Kernel, Load, Reduce, args_of
 from autopar.codegen.sweeps import read_again_bytes
@@ -20,6 +20,9 @@ FLAT_BLOCK = 1024
 REGISTERS = 104
 """[derived] 32-bit registers a thread that values may take: addresses and the assembler's own come on top."""
 WARPS = (4, 8, 16, 32)
+FEW_ELEMENTS = 128
+"""[measured] steps of no more elements are one warp's: of what several warps do alike the assembler (13.4, for sm_100)
+spills some, at 32 registers a thread: 48 to 64 bytes, in ten of 4,279 kernels."""
 HELD_WARPS, HELD_REGISTERS = 16, {8: 192, 16: 192, 32: 192, 64: 128}
 """[measured] of rows that are held by a program which has a multiprocessor to itself, 128 registers a thread: most
 registers by `held_values`, which takes all loads to be in flight at once, by elements a thread. By the assembler's
@@ -103,6 +106,11 @@ def moved_bytes(kernel: Kernel) -> int:
 
 def tile_of(kernel: Kernel) -> Tile:
     """Raises: TooWide."""
+    tile = _tile_of(kernel)
+    return replace(tile, warps=1) if tile.rows * tile.columns <= FEW_ELEMENTS else tile
+
+
+def _tile_of(kernel: Kernel) -> Tile:
     live = live_values(kernel)
     if not kernel.rows and not kernel.reduces and not kernel.sums:
         block = min(FLAT_BLOCK, power_of_2(kernel.column_count))

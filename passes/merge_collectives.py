@@ -38,6 +38,7 @@ class MergeCollectives:
 
     Input:   %a = all_reduce(%g0, sum, dp) ; %b = wait(%a) ; %c = all_reduce(%g1, sum, dp) ; %d = wait(%c)
     Output:  %t = cat(flat(%g0), flat(%g1)) ; %r = all_reduce(%t, sum, dp) ; %w = wait(%r) ; %b, %d = views of %w
+             (of a cast of %w, where all of its parts would be cast alike)
     Refuses: buckets across groups, dtypes or reductions, and of results that something in the graph reads.
     """
 
@@ -128,6 +129,9 @@ def _merge_reductions(graph: Graph, bucket: Bucket, ranks: int) -> None:
     end = next(iter(reversed(graph.nodes)))
     with graph.inserting_before(end):
         done = call(graph, WAIT, (reduced,))
+        dtype = _cast_alike([wait for _, wait in bucket])
+        if dtype is not None:
+            done = call(graph, aten._to_copy.default, (done,), dtype=dtype)
     at = 0
     for node, wait in bucket:
         shape = list(wait.meta["val"].shape)
@@ -136,8 +140,39 @@ def _merge_reductions(graph: Graph, bucket: Bucket, ranks: int) -> None:
             piece = call(graph, aten.slice.Tensor, (done, 0, at, at + size))
             view = call(graph, aten.reshape.default, (piece, shape))
         _replace(graph, node, wait, view)
+        if dtype is not None:
+            _read_cast(graph, view, dtype)
         _move_before(end, view)
         at += size
+
+
+def _cast_alike(waits: Sequence[Node]) -> torch.dtype | None:
+    """The dtype to which each of these values is cast whole, read by nothing else, if it is one."""
+    casts = [_casts(wait)[-1:] for wait in waits]
+    found = {cast.kwargs["dtype"] for last in casts for cast in last}
+    return found.pop() if all(casts) and len(found) == 1 else None
+
+
+def _casts(value: Node) -> list[Node]:
+    """What reads a value, one after the other, up to its cast; nothing if there is none, or not of all of it."""
+    chain: list[Node] = []
+    while len(value.users) == 1:
+        size, (value,) = value.meta["val"].numel(), value.users
+        if value.target not in SHAPES or value.meta["val"].numel() != size:
+            break
+        chain.append(value)
+        if value.target is aten._to_copy.default:
+            return chain if set(value.kwargs) == {"dtype"} else []
+    return []
+
+
+def _read_cast(graph: Graph, view: Node, dtype: torch.dtype) -> None:
+    """Take out the cast behind a view of what has been cast."""
+    *between, cast = _casts(view)
+    for node in (view, *between):
+        node.meta["val"] = node.meta["val"].to(dtype)
+    cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
+    graph.erase_node(cast)
 
 
 def _merge_gathers(graph: Graph, bucket: Bucket) -> None:
@@ -207,14 +242,14 @@ def _readers(wait: Node) -> list[Node]:
     return found
 
 
-def call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node | None = None) -> Node:
+def call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node | None = None, **kwargs: Any) -> Node:
     """A new call, with its fake value; the record is that of `like`."""
-    made: Node = graph.call_function(target, args)
+    made: Node = graph.call_function(target, args, kwargs)
     made.meta = dict(like.meta) if like is not None else {}
     fakes = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
     mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(fakes) if hasattr(v, "fake_mode"))
     with mode:
-        made.meta["val"] = target(*fakes)
+        made.meta["val"] = target(*fakes, **kwargs)
     return made
 
 

@@ -68,6 +68,34 @@ def test_bucket_size(bucket_bytes, buckets):
         torch.testing.assert_close(got, wanted)
 
 
+HALF = tuple(v.bfloat16() for v in VALUES)
+
+
+@pytest.mark.parametrize(
+    ("third", "casts"),
+    [
+        (lambda c: reduced(c).float(), 1),
+        (lambda c: reduced(c).reshape(2, 2).t().float(), 1),
+        (lambda c: reduced(c), 2),
+        (lambda c: reduced(c).double(), 3),
+        (lambda c: reduced(c)[:1].float(), 3),
+        (lambda c: ((r := reduced(c)).float(), r), 3),
+    ],
+    ids=["alike", "turned", "one not", "one otherwise", "a part", "also read before"],
+)
+def test_parts_that_are_cast_alike_are_cast_as_one(third, casts):
+    def cast(a, b, c):
+        return reduced(a).float(), reduced(b).float(), third(c)
+
+    merged = MergeCollectives().run(traced(cast, *HALF))
+    assert count(merged, ALL_REDUCE) == 1
+    assert count(merged, torch.ops.aten._to_copy.default) == casts
+    for node in merged.graph.find_nodes(op="call_function", target=torch.ops.aten.reshape.default):
+        assert node.meta["val"].dtype == node.args[0].meta["val"].dtype
+    got, wanted = merged(*HALF), cast(*HALF)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
 def test_groups_and_dtypes_stay_apart():
     def mixed(a, b):
         return reduced(a), reduced(a.double()), reduced(b), reduced(b, "tp")
