@@ -114,7 +114,7 @@ def stages(run: Run, fitted: Fitted = FITTED) -> list[Stage]:
 
     found = []
     for i in range(run.pp):
-        key = (run.layers(i), i % sends.near, (i + 1) % sends.near, i == 0, i == run.pp - 1)
+        key = (run.layers(i), sends.into_s(i), sends.into_s(i + 1), i == 0, i == run.pp - 1)
         if key not in known:
             known[key] = stage(i)
         found.append(known[key])

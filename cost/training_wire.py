@@ -66,28 +66,27 @@ def layer_s(run: Run, one: Pass, fitted: Fitted, moe: bool) -> tuple[float, floa
 
 @dataclass(frozen=True, slots=True)
 class Sends:
-    """Seconds of one send between neighbouring stages; `near` of them in a row lie in one node. far_s: from the last of
-    them to the next node, or, where there is none, back to the first."""
+    """Seconds of one send between neighbouring stages, inside a node and to the next one. ranks: along the pipeline;
+    stages beyond the last rank begin again at the first."""
 
-    near: int
+    ranks: Axis
     near_s: float
     far_s: float
 
     @staticmethod
     def of(run: Run, fitted: Fitted) -> Sends:
-        spans = run.axes["pp"].spans
-        near = math.prod(ranks for level, ranks in spans if level == 0)
+        ranks = run.axes["pp"]
+        near = math.prod(n for level, n in ranks.spans if level == 0)
         size = activation_message_bytes(run) / run.tp
         inside, link = run.profile.link(0).among(2), run.profile.link(1)
         alone = max(link.bandwidth_bytes_per_s, PORT_BYTES_PER_S)
         rate = min(link.bandwidth_bytes_per_s * near, alone)
-        near_s = size / inside.bandwidth_bytes_per_s + fitted.send_sync_s
-        leaves = any(level > 0 for level, _ in spans)
-        return Sends(near, near_s, size / rate + fitted.send_sync_s if leaves else near_s)
+        return Sends(ranks, *(size / r + fitted.send_sync_s for r in (inside.bandwidth_bytes_per_s, rate)))
 
     def into_s(self, stage: int) -> float:
         """From the stage before to this one."""
-        return self.far_s if stage % self.near == 0 else self.near_s
+        way = self.ranks.between((stage - 1) % self.ranks.size, stage % self.ranks.size)
+        return self.far_s if any(level > 0 for level, _ in way.spans) else self.near_s
 
 
 def data_s(run: Run, stage: int, forward_s: float, backward_s: float, fitted: Fitted) -> float:
