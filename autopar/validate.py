@@ -177,6 +177,13 @@ def table(data: dict[str, Any], rows: bool = True) -> RenderableType:
         parts.append(Text(f"rank correlation of step time in {groups['n']} groups: {said}"))
         n, right = groups["pairs"]["n"], groups["pairs"]["right"]
         parts.append(Text(f"pairs in a group that differ by {NEAR:.0%} and more: {right} of {n} in the right order"))
+        right, over, anyhow = (groups["chosen"][key] for key in ("right", "over", "any"))
+        parts.append(
+            Text(
+                f"the run predicted to be its group's fastest is it in {right} of {groups['n']} groups and takes "
+                f"{over:.1%} more than it in the mean (a run at random: {anyhow:.1%})"
+            )
+        )
     parts += [Text(f"left out: {reason}: {n}") for reason, n in data["skipped"].items()]
     return Group(*parts)
 

@@ -39,7 +39,9 @@ def groups_of(rows: Iterable[tuple[Published, float | None]]) -> dict[str, Any]:
              its pairs of rows. pooled_spearman: of all rows together, each over its group's geometric mean.
              errorless_spearman: the mean that a prediction without error is expected to reach, see the module.
              pairs: pairs of rows whose measured times are 5 % apart or more, and how many of them stand in the right
-             order: nearer ones repeat no better than that. by_group: (rows, correlation), the worst first.
+             order: nearer ones repeat no better than that. chosen: groups whose fastest run is the one predicted to be
+             it, and by how much of the fastest one's time the chosen runs exceed it, as a mean of groups; any: the same
+             of a run drawn from each group. by_group: (rows, correlation), the worst first.
     """
     groups: dict[str, list[tuple[Published, float, float]]] = defaultdict(list)
     for row, predicted_s in rows:
@@ -49,7 +51,7 @@ def groups_of(rows: Iterable[tuple[Published, float | None]]) -> dict[str, Any]:
     logs = {name: np.log(np.array([pair for _, *pair in members])) for name, members in known.items()}
     found = {name: s for name, log in logs.items() if (s := spearman(*log.T)) is not None}
     if not found:
-        return {"n": 0, **dict.fromkeys(RANKS), "pairs": {"n": 0, "right": 0}, "by_group": {}}
+        return {"n": 0, **dict.fromkeys(RANKS), "pairs": {"n": 0, "right": 0}, "chosen": None, "by_group": {}}
     values, sizes = np.array(list(found.values())), np.array([len(logs[name]) for name in found])
     pooled = np.concatenate([logs[name] - logs[name].mean(axis=0) for name in found])
     apart = [_apart(logs[name]) for name in found]
@@ -63,6 +65,7 @@ def groups_of(rows: Iterable[tuple[Published, float | None]]) -> dict[str, Any]:
         "pooled_spearman": spearman(*pooled.T),
         "errorless_spearman": _errorless([logs[name][:, 0] for name in found], spread),
         "pairs": {"n": sum(n for n, _ in apart), "right": sum(right for _, right in apart)},
+        "chosen": _chosen([np.exp(logs[name]) for name in found]),
         "by_group": {name: [len(logs[name]), found[name]] for name in sorted(found, key=lambda name: found[name])},
     }
 
@@ -103,6 +106,13 @@ def _apart(logs: np.ndarray) -> tuple[int, int]:
     measured, predicted = (logs[first] - logs[second]).T
     apart = np.abs(measured) > np.log1p(NEAR)
     return int(apart.sum()), int((apart & (measured * predicted > 0)).sum())
+
+
+def _chosen(groups: Sequence[np.ndarray]) -> dict[str, float]:
+    """What trusting the predictions costs: of each group the run (of equal ones: all) predicted to be the fastest."""
+    over = np.array([g[g[:, 1] == g[:, 1].min(), 0].mean() / g[:, 0].min() - 1 for g in groups])
+    anyhow = [g[:, 0].mean() / g[:, 0].min() - 1 for g in groups]
+    return {"right": int((over < 1e-9).sum()), "over": float(over.mean()), "any": float(np.mean(anyhow))}
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:

@@ -60,6 +60,8 @@ def test_ranks(published):
     assert data["groups"]["mean_spearman"] >= 0.84
     assert data["groups"]["errorless_spearman"] < 0.95  # what runs printed twice leave to any prediction
     assert data["groups"]["pairs"]["right"] >= 0.93 * data["groups"]["pairs"]["n"]
+    assert data["groups"]["chosen"]["right"] >= 0.8 * data["groups"]["n"]
+    assert data["groups"]["chosen"]["over"] <= 0.015 < 0.05 < data["groups"]["chosen"]["any"]
 
 
 def test_noise_of_repeated_runs_bounds_what_ranks_can_say():
@@ -88,6 +90,10 @@ def test_groups_are_listed_and_pooled():
     assert groups["weighted_spearman"] == pytest.approx((0.8 * 6 - 3) / 9)
     assert -1 < groups["pooled_spearman"] < 0.8
     assert groups["pairs"] == {"n": 8, "right": 5}  # the pair that is 1 % apart does not count
+    over = pytest.approx((0 + 2) / 2), pytest.approx((9.02 / 4 - 1 + 1) / 2)
+    assert groups["chosen"] == {"right": 1, "over": over[0], "any": over[1]}
+    equal = [row("one", 1.0, 2.0), row("one", 1.2, 2.0), row("one", 2.0, 3.0)]  # one configuration that ran twice
+    assert summary(equal)["groups"]["chosen"] == {"right": 0, "over": pytest.approx(0.1), "any": pytest.approx(0.4)}
 
 
 def test_memory_and_outcomes(published):
