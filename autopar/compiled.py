@@ -32,7 +32,7 @@ from autopar.passes.split_backward import SplitBackward
 from autopar.passes.stream_cross_entropy import StreamCrossEntropy
 from autopar.program import Program, record
 from autopar.repeated import Repeats
-from autopar.runtime.backward_split import splittable
+from autopar.runtime.backward_split import Split, splittable
 from autopar.runtime.unused import leave_unused
 from autopar.user_function import op_text
 
@@ -141,9 +141,13 @@ class Compiled:
         """Does the backward leave weight gradients for later when it is asked to?"""
         return self.split and self.eager not in self.trained.values()
 
-    def split_backward(self, backward: GraphModule) -> Callable[[list[Any]], Any]:
+    def halves(self, backward: GraphModule) -> tuple[GraphModule, GraphModule, Split]:
+        """The backward for what was received, and the rest of it for the weights."""
         weights = [i for i, s in enumerate(self.program.sources) if s.kind != "received"]
-        first, second, shape = SplitBackward(weights).run(backward)
+        return SplitBackward(weights).run(backward)
+
+    def split_backward(self, backward: GraphModule) -> Callable[[list[Any]], Any]:
+        first, second, shape = self.halves(backward)
         return splittable(boxed(backward), boxed(first), boxed(second), shape)
 
     def fusing(self, device: str) -> str | None:

@@ -41,10 +41,9 @@ from autopar.runtime.module import Lowered
 from autopar.runtime.parameters import as_dtensor
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.pipeline_asynchronous import AsynchronousPipeline
-from autopar.runtime.pipeline_program import PipelineProgram, Result, StageProgram, Stages, renumbered
+from autopar.runtime.pipeline_program import PipelineProgram, RankPart, Result, StageProgram, Stages, renumbered
 from autopar.runtime.process_mesh import ProcessMesh
 from autopar.schedule.build import build
-from autopar.schedule.table import INPUT_GRAD
 from autopar.solver.stages import stage_of_ops
 
 
@@ -80,6 +79,11 @@ def lower_stages(
 ) -> Lowered:
     """The pipeline of this rank. batch: classes of parts that are the batch. recompute: level by block."""
     return _Builder(staging, prepared, decisions, batch, recompute or {}, dump).build()
+
+
+def cut_stages(staging: Staging, prepared: Prepared, decisions: Decisions, batch: frozenset[int]) -> RankPart:
+    """The same pipeline for a rank that does not run it: nothing is made ready."""
+    return _Builder(staging, prepared, decisions, batch, {}, None).cut_all()
 
 
 def owners_of(plan: Plan, prepared: Prepared) -> dict[str, tuple[int, ...]]:
@@ -119,6 +123,17 @@ class _Builder:
         self.functions: dict[tuple[int, str], Callable[..., Any]] = {}
 
     def build(self) -> Lowered:
+        found = self.cut_all()
+        program = replace(found.program, run={at: self.function(stage) for at, stage in found.here.items()})
+        if self.dump is not None:
+            for stage in found.stages:
+                self.dump.write("stage", stage.program)
+        sinks = {i: (*self.wraps[i], "plain") for i in program.results}
+        kind = AsynchronousPipeline if self.schedule.asynchronous else Pipeline
+        mesh = self.staging.mesh
+        return Lowered(found.whole, kind(program, self.schedule, mesh.groups, mesh.line), sinks)
+
+    def cut_all(self) -> RankPart:
         first = self.local(0)
         known: dict[int, tuple[StageProgram, ...]] = {0: self.cut(first)}
         known[self.count - 1] = self.cut(self.local(self.count - 1))
@@ -128,16 +143,10 @@ class _Builder:
         if self.schedule.replicas > 1:
             moved = {id(s): {path: renumbered(s, path) for path in self.firsts} for s in cut}
             stages = tuple(moved[id(s)][self.schedule.path(k)[0]] for k, s in enumerate(cut))
-        run = {
-            (s, k): self.function(stages[k][s])
-            for k in range(self.count)
-            for s in self.schedule.path(k)
-            if self.schedule.placement[s] == self.rank
-        }
         program = PipelineProgram(
             sources=first.sources,
             stages=stages,
-            run=run,
+            run={},
             results=self.results(cut[0]),
             outputs=len(first.sinks),
             constants=self.constants(first),
@@ -146,12 +155,13 @@ class _Builder:
             owners=self.owners(cut[0]),
             forward_only=not first.training,
         )
-        if self.dump is not None:
-            for stage in cut[0]:
-                self.dump.write("stage", stage.program)
-        sinks = {i: (*self.wraps[i], "plain") for i in program.results}
-        kind = AsynchronousPipeline if self.schedule.asynchronous else Pipeline
-        return Lowered(first, kind(program, self.schedule, self.staging.mesh), sinks)
+        here = {
+            (s, k): cut[k][i]
+            for k in range(self.count)
+            for i, s in enumerate(self.schedule.path(k))
+            if self.schedule.placement[s] == self.rank
+        }
+        return RankPart(first, cut[0], program, here)
 
     def middle(self, first: int, last: int) -> dict[int, tuple[StageProgram, ...]]:
         """The micro-batches from one to another, all of one size: most are read off the two, where that can be done."""
@@ -167,11 +177,6 @@ class _Builder:
                 break
             found[k] = known
         return found
-
-    @property
-    def splits(self) -> bool:
-        """Does the schedule part input gradients from weight gradients?"""
-        return any((row.codes[:, 1] == INPUT_GRAD).any() for row in self.schedule.rows)
 
     @property
     def rank(self) -> int:
@@ -199,8 +204,7 @@ class _Builder:
         return stages if cast is None else tuple(replace(s, program=cast.run(s.program)) for s in stages)
 
     def function(self, stage: StageProgram) -> Callable[..., Any]:
-        shapes = [tuple(n.meta["val"].shape) for n in stage.program.placeholders]  # the text does not tell them
-        key = (stage.index, f"{shapes} {stage.program.graph}")
+        key = stage.function_key
         if key not in self.functions:
             module = GraphModule(nn.Module(), stage.program.graph)
             staging, program = self.staging, stage.program
@@ -208,7 +212,7 @@ class _Builder:
                 module
                 if staging.backend == "eager"
                 else Compiled(
-                    module, program, self.recompute, self.dump, staging.kernels, staging.backend, self.splits,
+                    module, program, self.recompute, self.dump, staging.kernels, staging.backend, self.schedule.splits,
                     self.plan.loss_chunks,
                 )
             )  # fmt: skip

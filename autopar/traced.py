@@ -52,18 +52,19 @@ def trace(
     device: str = "cpu",
     fused: bool = False,
     loss_chunks: int = 1,
+    split: bool = False,
 ) -> Traced:
     """The graphs of one rank.
 
     Args:    recompute: level by block. device: type of the device that will run them. fused: ops are joined to kernels.
-             loss_chunks: parts of the rows in which logits are made.
+             loss_chunks: parts of the rows in which logits are made. split: weight gradients may be made later.
     Raises:  UnsupportedOpError: see the module.
     """
     if device != "cpu" and not torch.cuda.is_available():
         _check_attention(program, device)
     on = torch.device(device if device == "cpu" or torch.cuda.is_available() else "cpu")
     eager = GraphModule(nn.Module(), on_device(program.graph, on))
-    compiled = _Compiled(eager, program, recompute or {}, loss_chunks=loss_chunks)
+    compiled = _Compiled(eager, program, recompute or {}, split=split, loss_chunks=loss_chunks)
     compiled.fused = fused
     groups = {a.name: AxisGroup(a.name, a.size, at) for a, at in zip(mesh.axes, coordinate, strict=True)}
     sources = tuple(zip(program.placeholders, program.sources, strict=True))
@@ -80,7 +81,8 @@ def trace(
     if not compiled.graphs:
         raise UnsupportedOpError(f"{program.name} has no parameter that takes a gradient: it has no backward graph")
     (graphs,) = compiled.graphs
-    return Traced(graphs, tuple(i for i, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad))
+    differentiable = tuple(i for i, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad)
+    return Traced(graphs, differentiable, compiled.halves(graphs.backward) if split else None)
 
 
 def _fake(like: Tensor, trainable: bool, device: torch.device) -> Tensor:

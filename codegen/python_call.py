@@ -9,7 +9,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.fx import Node
 
 from autopar.codegen.group import FusedGroup
 from autopar.codegen.python_kernels import Kernels
-from autopar.dump import layout_text
 from autopar.errors import UnsupportedOpError
 from autopar.program import record
 
@@ -35,9 +34,12 @@ LITERAL_ELEMENTS = 1024
 class Writer:
     """One function of the file. imports (module -> names) and kernels are shared by all of them."""
 
-    def __init__(self, axes: Sequence[str], imports: dict[str, set[str]], kernels: Kernels, device: bool) -> None:
-        """device: tensors made in the function are made on the file's `DEVICE`."""
-        self.axes, self.imports, self.kernels, self.device = axes, imports, kernels, device
+    def __init__(
+        self, layout_of: Callable[[Node], str], imports: dict[str, set[str]], kernels: Kernels, device: bool
+    ) -> None:
+        """layout_of: what a comment says of how a value lies. device: tensors made in the function are made on the
+        file's `DEVICE`."""
+        self.layout_of, self.imports, self.kernels, self.device = layout_of, imports, kernels, device
         self.names: dict[Node, str] = {}
         self.taken: set[str] = set(RESERVED)
 
@@ -57,7 +59,7 @@ class Writer:
         return name
 
     def comment(self, node: Node, layout: bool = True) -> str:
-        known = layout_text(record(node), self.axes) if layout else ""
+        known = self.layout_of(node) if layout else ""
         where = record(node).where.replace("\\", "/").rpartition("/")[2]
         parts = [p for p in (known if known != "[I]" else "", where) if p]
         return f"  # {' '.join(parts)}" if parts else ""

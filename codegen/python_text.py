@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.codegen.python_call import Writer
 from autopar.codegen.python_kernels import Kernels
@@ -22,14 +21,17 @@ from autopar.dump_lowered import of_user_value
 from autopar.mesh import LogicalMesh
 from autopar.passes.lower import Graphs
 from autopar.program import Program, Source, record
+from autopar.runtime.backward_split import Split
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """graphs: forward and backward. differentiable: the results that get a gradient, in order."""
+    """graphs: forward and backward. differentiable: the results that get a gradient, in order. halves: of the backward,
+    where weight gradients may be made later: for inputs, for weights, and how they fit together."""
 
     graphs: Graphs
     differentiable: tuple[int, ...]
+    halves: tuple[GraphModule, GraphModule, Split] | None = None
 
 
 def python_text(
@@ -40,12 +42,14 @@ def python_text(
     Args:    device: what the file's tensors are made on. graphs: of this program; without them autograd differentiates.
     Raises:  UnsupportedOpError: an op that cannot be imported by name.
     """
-    return _File(program, mesh, rank, device, graphs).text()
+    return _Whole(program, mesh, rank, device, graphs).text()
 
 
-class _File:
-    def __init__(self, program: Program, mesh: LogicalMesh, rank: int, device: str, graphs: Traced | None) -> None:
-        self.program, self.mesh, self.rank, self.device, self.graphs = program, mesh, rank, device, graphs
+class File:
+    """What all exported files have: a head with the axes and what the program reads, kernels, functions."""
+
+    def __init__(self, program: Program, mesh: LogicalMesh, rank: int, device: str) -> None:
+        self.program, self.mesh, self.rank, self.device = program, mesh, rank, device
         self.axes = tuple(a.name for a in mesh.axes)
         self.kernels = Kernels()
         self.imports: dict[str, set[str]] = {
@@ -54,23 +58,30 @@ class _File:
         }
 
     def text(self) -> str:
-        body = list(self._graphs(self.graphs) if self.graphs is not None else self._forward())
+        body = list(self.body())
         kernels = list(self.kernels.text())
         return "\n".join((*self._head(bool(kernels)), *kernels, *body)) + "\n"
 
+    def body(self) -> Iterator[str]:
+        """What follows the kernels; with `forward`."""
+        raise NotImplementedError
+
+    def about(self) -> Iterator[str]:
+        """The docstring's second paragraph."""
+        yield "`forward(parameters, inputs)` takes this rank's part of each parameter and buffer by name (constants"
+        yield "too: tensors that forward takes from elsewhere), and of each input in order; under"
+        yield "`use_groups(groups())` it gives its part of each output. A comment shows how a value lies on the mesh,"
+        yield "where it is not the same on every rank, and the line of the model that made it."
+
     def writer(self) -> Writer:
-        return Writer(self.axes, self.imports, self.kernels, device=True)
+        return Writer(self.layout_of, self.imports, self.kernels, device=True)
 
     def _head(self, kernels: bool) -> Iterator[str]:
         program, mesh = self.program, self.mesh
         at = ", ".join(f"{a.name} {i} of {a.size}" for a, i in zip(mesh.axes, mesh.coordinate(self.rank), strict=True))
         yield f'"""{program.name}: the program of rank {self.rank} of {mesh.size}{f" ({at})" if at else ""}.'
         yield ""
-        yield "`forward(parameters, inputs)` takes this rank's part of each parameter and buffer by name (constants"
-        yield "too: tensors that forward takes from elsewhere), and of each input in order; under"
-        yield "`use_groups(groups())` it gives its part of each output. A comment shows how a value lies on the mesh,"
-        yield "where it is not the same on every rank, and the line of the model that made it."
-        yield "Autograd gives the gradients." if self.graphs is None else "Its backward is `backward_graph`."
+        yield from self.about()
         yield '"""'
         yield ""
         yield "import torch"
@@ -104,7 +115,7 @@ class _File:
             for node, source in found:
                 value = node.meta["val"]
                 shape = tuple(value.shape)
-                layout = layout_text(record(node), self.axes)
+                layout = self.layout_of(node)
                 comment = f"  # {layout}" if layout not in ("", "[I]") else ""
                 yield f'    "{source.path}": ({shape}, {value.dtype}),{comment}'
             yield "}"
@@ -114,9 +125,27 @@ class _File:
         yield '    """The process groups behind the axes, for this rank; every rank calls this once."""'
         yield f"    return connect(AXES, {self.rank})"
 
+    def layout_of(self, node: Node) -> str:
+        return layout_text(record(node), self.axes)
+
     def _placeholders(self, *kinds: str) -> list[tuple[Node, Source]]:
         pairs = zip(self.program.placeholders, self.program.sources, strict=True)
         return [(n, s) for n, s in pairs if s.kind in kinds]
+
+
+class _Whole(File):
+    """A program that is one function."""
+
+    def __init__(self, program: Program, mesh: LogicalMesh, rank: int, device: str, graphs: Traced | None) -> None:
+        super().__init__(program, mesh, rank, device)
+        self.graphs = graphs
+
+    def body(self) -> Iterator[str]:
+        return self._graphs(self.graphs) if self.graphs is not None else self._forward()
+
+    def about(self) -> Iterator[str]:
+        yield from super().about()
+        yield "Autograd gives the gradients." if self.graphs is None else "Its backward is `backward_graph`."
 
     def _forward(self) -> Iterator[str]:
         """One function under autograd."""
@@ -131,7 +160,7 @@ class _File:
         if tensors:
             names = [write.name(n, s.path) for n, s in tensors]
             yield f"    {', '.join(names)}{',' if len(names) == 1 else ''} = inputs"
-        yield from _lines(self.program.graph, write, lambda node: True)
+        yield from lines_of(self.program.graph, write, lambda node: True)
         values = self.program.output.args[0]
         assert isinstance(values, (tuple, list))
         yield f"    return {write.value(tuple(values))}"
@@ -142,8 +171,9 @@ class _File:
         forward, saved = self.writer(), self.writer()
         places = graphs.forward.graph.find_nodes(op="placeholder")
         paths = {n.name: s.path for n, s in zip(places, sources, strict=True)}
-        yield from self._graph("forward_graph", graphs.forward.graph, forward, paths)
-        yield from self._graph("backward_graph", graphs.backward.graph, saved, paths)
+        laid = of_user_value(self.program)
+        yield from function_lines("forward_graph", graphs.forward.graph, forward, paths, laid)
+        yield from function_lines("backward_graph", graphs.backward.graph, saved, paths, laid)
         yield ""
         yield ""
         yield f"graphs = Graphs(forward_graph, backward_graph, {graphs.results}, {traced.differentiable})"
@@ -158,24 +188,29 @@ class _File:
             place += source.kind == "input"
         yield "    )"
 
-    def _graph(self, name: str, graph: Graph, write: Writer, paths: Mapping[str, str]) -> Iterator[str]:
-        yield ""
-        yield ""
-        yield f"def {name}("
+
+def function_lines(
+    name: str, graph: Graph, write: Writer, paths: Mapping[str, str], laid: Callable[[Node], bool], axes: bool = True
+) -> Iterator[str]:
+    """A graph as a function of its placeholders. paths: what they are called. axes: groups' names are its first."""
+    yield ""
+    yield ""
+    yield f"def {name}("
+    if axes:
         yield "    axes,"
-        for node in graph.find_nodes(op="placeholder"):
-            path = "gradient" if "tangents" in node.name else paths.get(node.name) or _path(node)
-            yield f"    {write.name(node, path)},  # {_shape(node)}"
-        yield "):"
-        yield from _lines(graph, write, of_user_value(self.program))
-        values = next(iter(reversed(graph.nodes))).args[0]
-        assert isinstance(values, (tuple, list))
-        yield "    return ("
-        yield from (f"        {write.value(v)}," for v in values)
-        yield "    )"
+    for node in graph.find_nodes(op="placeholder"):
+        path = "gradient" if "tangents" in node.name else paths.get(node.name) or _path(node)
+        yield f"    {write.name(node, path)},  # {_shape(node)}"
+    yield "):"
+    yield from lines_of(graph, write, laid)
+    values = next(iter(reversed(graph.nodes))).args[0]
+    assert isinstance(values, (tuple, list))
+    yield "    return ("
+    yield from (f"        {write.value(v)}," for v in values)
+    yield "    )"
 
 
-def _lines(graph: Graph, write: Writer, laid: Callable[[Node], bool]) -> Iterator[str]:
+def lines_of(graph: Graph, write: Writer, laid: Callable[[Node], bool]) -> Iterator[str]:
     """A line for each op; what is not read again is let go. laid: is a node's layout its own?"""
     block = ""
     order = {n: i for i, n in enumerate(graph.nodes)}
@@ -199,5 +234,6 @@ def _path(node: Node) -> str:
 
 
 def _shape(node: Node) -> str:
-    value: Any = node.meta.get("val")
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if value is not None else ""
+    values = node.meta.get("val")
+    tensors = values if isinstance(values, (tuple, list)) else [values]
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors if t is not None)

@@ -171,7 +171,8 @@ class _Cutter:
             name=f"stage {index}",
         )
         sends = tuple((self.value(n), tuple(sorted(readers[n]))) for n in sent)
-        return StageProgram(index, program, tuple(sources), tuple(receives), sends, sinks, self.cuts(cut))
+        shapes = tuple(tuple(g.meta["val"].shape) if isinstance(g, Node) else () for g in given)
+        return StageProgram(index, tuple(sources), tuple(receives), sends, sinks, shapes, self.cuts(cut), program)
 
     def cuts(self, cut: list[Node]) -> Cuts | None:
         """The program that makes what is cut."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime import random
+from autopar.runtime.backward_split import Split, splittable
 from autopar.runtime.moves import group_names
 from autopar.runtime.transfer import AxisGroup
 
@@ -32,18 +33,38 @@ def connect(lines: Mapping[str, Sequence[Sequence[int]]], rank: int) -> dict[str
 
 
 @dataclass(frozen=True, eq=False)
+class Halves:
+    """A backward in two parts: gradients of weights may be made later than those of what a stage received.
+
+    Fields:  inputs: (axes, *needed, *gradients of results) -> gradients of what was received, then what `weights` needs
+             of the way to them. weights: (axes, *needed) -> the others. shape: how they fit together.
+    """
+
+    inputs: Callable[..., tuple[Any, ...]]
+    weights: Callable[..., tuple[Any, ...]]
+    shape: Split
+
+
+@dataclass(frozen=True, eq=False)
 class Graphs:
     """A forward and a backward graph as one function that autograd knows.
 
     Fields:  forward: (axes, *values) -> results, and after them what the backward needs. backward: (axes, *needed,
              *gradients of results) -> a gradient or None for each value. results: how many there are.
-             differentiable: which of them get a gradient, in order. `axes` maps an axis to the name of its group.
+             differentiable: which of them get a gradient, in order. halves: of the backward. `axes` maps an axis to the
+             name of its group.
     """
 
     forward: Callable[..., tuple[Any, ...]]
     backward: Callable[..., tuple[Any, ...]]
     results: int
     differentiable: tuple[int, ...]
+    halves: Halves | None = None
+
+    @property
+    def splits(self) -> bool:
+        """Does the backward leave weight gradients for later when it is asked to?"""
+        return self.halves is not None
 
     def __call__(self, *values: Tensor) -> tuple[Any, ...]:
         found: tuple[Any, ...] = _Run.apply(self, *values)  # type: ignore[no-untyped-call]  # torch's
@@ -57,13 +78,19 @@ class _Run(torch.autograd.Function):
         results = found[: graphs.results]
         ctx.graphs, ctx.axes = graphs, group_names()
         ctx.save_for_backward(*found[graphs.results :])
-        ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in graphs.differentiable))
+        fixed = (r for i, r in enumerate(results) if i not in graphs.differentiable)
+        ctx.mark_non_differentiable(*(r for r in fixed if isinstance(r, Tensor)))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        given = [gradients[i] for i in ctx.graphs.differentiable]
-        return None, *ctx.graphs.backward(ctx.axes, *ctx.saved_tensors, *given)
+        graphs, axes = ctx.graphs, ctx.axes
+        values = [*ctx.saved_tensors, *(gradients[i] for i in graphs.differentiable)]
+        if graphs.halves is None:
+            return None, *graphs.backward(axes, *values)
+        parts = graphs.backward, graphs.halves.inputs, graphs.halves.weights
+        whole, first, second = (lambda given, part=part: part(axes, *given) for part in parts)
+        return None, *splittable(whole, first, second, graphs.halves.shape)(values)
 
 
 def laid_out(value: Tensor, strides: tuple[int, ...]) -> Tensor:

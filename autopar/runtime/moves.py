@@ -35,6 +35,11 @@ def use_groups(groups: Mapping[str, AxisGroup]) -> Iterator[None]:
         _GROUPS.update(saved)
 
 
+def groups_in_use() -> dict[str, AxisGroup]:
+    """The groups behind the axes, as `use_groups` has them."""
+    return dict(_GROUPS)
+
+
 def group_names() -> dict[str, str]:
     """The name of the process group behind each axis."""
     return {axis: group.name for axis, group in _GROUPS.items()}

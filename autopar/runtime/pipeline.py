@@ -28,16 +28,19 @@ from autopar.runtime.pipeline_program import PipelineProgram, Result
 from autopar.runtime.pipeline_results import joined
 from autopar.runtime.pipeline_rounds import Event, events
 from autopar.runtime.pipeline_step import Step
-from autopar.runtime.process_mesh import ProcessMesh
-from autopar.runtime.transfer import gradient_of, transfer
+from autopar.runtime.process_mesh import Line
+from autopar.runtime.transfer import AxisGroup, gradient_of, transfer
 from autopar.schedule.table import Schedule
 
 
 class Pipeline:
     """Runs a `PipelineProgram` under a schedule; called like any local program."""
 
-    def __init__(self, program: PipelineProgram, schedule: Schedule, mesh: ProcessMesh) -> None:
-        self.program, self.schedule, self.mesh, self.line = program, schedule, mesh, mesh.line
+    def __init__(
+        self, program: PipelineProgram, schedule: Schedule, groups: Mapping[str, AxisGroup], line: Line | None
+    ) -> None:
+        """groups: of the axes inside a stage. line: of this rank; None where there is one stage."""
+        self.program, self.schedule, self.groups, self.line = program, schedule, groups, line
         self.last_gradient = 1.0
         """The last one that the loss got; the next schedule begins with it."""
         self.most_in_flight = 0
@@ -99,7 +102,7 @@ class Pipeline:
         moves = self.program.reductions.get(path, ())
         if not moves or not value.requires_grad:
             return value
-        reduced: torch.Tensor = _Reduce.apply(value, self.mesh, moves)  # type: ignore[no-untyped-call]  # torch's
+        reduced: torch.Tensor = _Reduce.apply(value, self.groups, moves)  # type: ignore[no-untyped-call]  # torch's
         return reduced
 
     def wrapped(self, results: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
@@ -205,8 +208,7 @@ class Call:
         first, length = chunk(sizes[part], self.pipeline.schedule.microbatches, k)
         cut = gradient.reshape(sizes).narrow(part, first, length)
         stage = self.step.stage(self.pipeline.schedule.path(k)[result.stage], k)
-        fake = _output(stage, sink)
-        return cut.reshape(fake)
+        return cut.reshape(stage.shapes[stage.sinks.index(sink)])
 
     def taken(self) -> list[torch.Tensor | None]:
         """The gradients of `paths`, which this object then forgets: `.grad` may take them over."""
@@ -252,12 +254,6 @@ class Call:
         return joined(result, self.step.results.get(sink, {}), pipeline.schedule, pipeline.line, self.step)
 
 
-def _output(stage: Any, sink: int) -> tuple[int, ...]:
-    """Local shape of a stage's output."""
-    node = stage.program.output.args[0][len(stage.sends) + stage.sinks.index(sink)]
-    return tuple(node.meta["val"].shape)
-
-
 class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -281,9 +277,9 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, mesh: ProcessMesh, moves: Sequence[tuple[str, str, str]]
+        ctx: Any, value: torch.Tensor, groups: Mapping[str, AxisGroup], moves: Sequence[tuple[str, str, str]]
     ) -> torch.Tensor:
-        ctx.mesh, ctx.moves = mesh, moves
+        ctx.groups, ctx.moves = groups, moves
         ctx.set_materialize_grads(False)  # an asynchronous pipeline may have none yet, on no rank of the group
         return value.view_as(value)
 
@@ -293,5 +289,5 @@ class _Reduce(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         for axis, source, target in reversed(ctx.moves):
-            gradient = transfer(gradient, ctx.mesh.groups[axis], gradient_of(target), gradient_of(source), ())
+            gradient = transfer(gradient, ctx.groups[axis], gradient_of(target), gradient_of(source), ())
         return gradient, None, None

@@ -45,7 +45,8 @@ from autopar.runtime.pipeline_program import PipelineProgram
 from autopar.runtime.pipeline_results import join, owned
 from autopar.runtime.pipeline_rounds import Event
 from autopar.runtime.pipeline_step import Step
-from autopar.runtime.process_mesh import ProcessMesh
+from autopar.runtime.process_mesh import Line
+from autopar.runtime.transfer import AxisGroup
 from autopar.schedule.asynchronous import staleness
 from autopar.schedule.table import Row, Schedule
 
@@ -96,13 +97,15 @@ class Flight(Step):
 class AsynchronousPipeline(Pipeline):
     """Runs a `PipelineProgram` under an asynchronous schedule."""
 
-    def __init__(self, program: PipelineProgram, schedule: Schedule, mesh: ProcessMesh) -> None:
+    def __init__(
+        self, program: PipelineProgram, schedule: Schedule, groups: Mapping[str, AxisGroup], line: Line | None
+    ) -> None:
         if program.loss is None:
             raise PlanError(
                 f"schedule {schedule.name}: the loss is computed outside the model, but an asynchronous pipeline runs "
                 "its backwards inside the call; return the loss from the model (autopar.with_loss), with outputs='auto'"
             )
-        super().__init__(program, schedule, mesh)
+        super().__init__(program, schedule, groups, line)
         self.flight = Flight(self)
         self.calls = 0
         self.lag = -(int(schedule.rows[self.rank].codes[:, 2].min()) // schedule.microbatches)

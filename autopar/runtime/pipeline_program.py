@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,13 +29,23 @@ class Value:
     grad: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Cuts:
+class CutValues(Protocol):
     """What is this micro-batch's alone among the inputs: slices, keys of random numbers. Run op by op before the stage,
     so that the stages of all micro-batches of one size are one program.
 
-    Fields:  paths: the sources that `graph` takes. graph: gives a value for each of the program's placeholders "cut".
+    paths: the sources that `run` takes; it gives a value for each of the stage's placeholders "cut".
     """
+
+    @property
+    def paths(self) -> tuple[str, ...]: ...
+
+    @property
+    def run(self) -> Callable[..., tuple[Any, ...]]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """Such cuts as a graph."""
 
     paths: tuple[str, ...]
     graph: Graph
@@ -46,21 +56,21 @@ class Cuts:
 
 
 @dataclass(frozen=True, eq=False)
-class StageProgram:
-    """One stage of one micro-batch.
+class StageValues:
+    """What one stage takes and gives in one micro-batch.
 
     Fields:  sources: parameters, buffers, constants and inputs it reads. receives: (stage, value) pairs. sends: values
-             with the stages that read them. sinks: indices of the model's outputs that it gives. cuts: what is cut for
-             it before it runs.
+             with the stages that read them. sinks: indices of the model's outputs that it gives; shapes: of them. cuts:
+             what is cut for it before it runs.
     """
 
     index: int
-    program: Program
     sources: tuple[Source, ...]
     receives: tuple[tuple[int, Value], ...]
     sends: tuple[tuple[Value, tuple[int, ...]], ...]
     sinks: tuple[int, ...]
-    cuts: Cuts | None = None
+    shapes: tuple[tuple[int, ...], ...]
+    cuts: CutValues | None
 
     def values_to(self, stage: int) -> tuple[Value, ...]:
         return tuple(v for v, readers in self.sends if stage in readers)
@@ -69,12 +79,26 @@ class StageProgram:
         return tuple(v for s, v in self.receives if s == stage)
 
 
-Stages = tuple[StageProgram, ...] | Mapping[int, StageProgram]
+@dataclass(frozen=True, eq=False)
+class StageProgram(StageValues):
+    """One stage of one micro-batch, and what it computes."""
+
+    cuts: Cuts | None
+    program: Program
+
+    @property
+    def function_key(self) -> tuple[int, str]:
+        """Equal for those that one function computes."""
+        shapes = [tuple(n.meta["val"].shape) for n in self.program.placeholders]  # the text does not tell them
+        return self.index, f"{shapes} {self.program.graph}"
+
+
+Stages = tuple[StageValues, ...] | Mapping[int, StageValues]
 """All stages of one micro-batch by number, those of other ranks included: both ends of a message read the same table.
 Numbers are those of the schedule's table: a micro-batch of its second replica has the stages from `depth` on."""
 
 
-def renumbered(stages: tuple[StageProgram, ...], first: int) -> Stages:
+def renumbered(stages: tuple[StageValues, ...], first: int) -> Stages:
     """The same stages counted from `first`: those of another replica."""
     return {
         first + stage.index: replace(
@@ -130,3 +154,14 @@ class PipelineProgram:
     owners: Mapping[str, tuple[int, ...]]
     constants: Mapping[int, Any]
     forward_only: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class RankPart:
+    """A rank's part of a pipeline as data. whole: its first micro-batch before the cut, stages: after it. program:
+    without functions. here: by stage and micro-batch, what this rank runs."""
+
+    whole: Program
+    stages: tuple[StageProgram, ...]
+    program: PipelineProgram
+    here: Mapping[tuple[int, int], StageProgram]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from autopar.errors import RuntimeMismatchError
 from autopar.runtime.backward_split import Later, inputs_only
-from autopar.runtime.pipeline_program import PipelineProgram, StageProgram, Value
+from autopar.runtime.pipeline_program import PipelineProgram, StageValues, Value
 from autopar.runtime.pipeline_rounds import Event, Message
 from autopar.runtime.process_mesh import Line
 from autopar.schedule.table import Action
@@ -98,7 +98,7 @@ class Step:
             self.wait(work, "its own sends")
         self.sending.clear()
 
-    def stage(self, index: int, k: int) -> StageProgram:
+    def stage(self, index: int, k: int) -> StageValues:
         return self.program.stages[k % len(self.program.stages)][index]
 
     def function(self, index: int, k: int) -> Callable[..., tuple[Any, ...]]:
@@ -188,11 +188,11 @@ class Step:
                 if leaf.requires_grad:
                     leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
-    def parameters(self, stage: StageProgram, k: int) -> list[torch.Tensor]:
+    def parameters(self, stage: StageValues, k: int) -> list[torch.Tensor]:
         leaves = self.leaves_of(k)
         return [leaves[s.path] for s in stage.sources if leaves[s.path].requires_grad]
 
-    def roots(self, stage: StageProgram, held: _Held, k: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def roots(self, stage: StageValues, held: _Held, k: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs with their gradients: what their readers sent back, and the seeds of the model's own outputs."""
         roots, seeds = [], []
         back = {
@@ -214,7 +214,7 @@ class Step:
                     seeds.append(gradient.to(output.dtype).expand(output.shape))
         return roots, seeds
 
-    def give_back(self, stage: StageProgram, k: int, held: _Held, grads: Sequence[torch.Tensor | None]) -> None:
+    def give_back(self, stage: StageValues, k: int, held: _Held, grads: Sequence[torch.Tensor | None]) -> None:
         found = iter(grads)
         for source, value, tensor in held.leaves:
             if value.grad:
@@ -226,7 +226,7 @@ class Step:
 
     # messages
 
-    def hand_over(self, stage: StageProgram, k: int, kind: str) -> None:
+    def hand_over(self, stage: StageValues, k: int, kind: str) -> None:
         """Messages between two stages of this rank go at once."""
         for message in [m for m in self.outbox if m.source == stage.index and m.microbatch == k and m.kind == kind]:
             if self.placement[message.target] == self.rank:

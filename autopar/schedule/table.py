@@ -170,6 +170,11 @@ class Schedule:
         replica = microbatch % self.replicas
         return range(replica * self.depth, (replica + 1) * self.depth)
 
+    @property
+    def splits(self) -> bool:
+        """Does it part input gradients from weight gradients?"""
+        return any((row.codes[:, 1] == INPUT_GRAD).any() for row in self.rows)
+
     def forward_only(self) -> Schedule:
         """The same without backwards: evaluation. An order that was free of deadlock stays so."""
         return replace(

@@ -11,7 +11,7 @@ import torch
 
 import autopar
 from autopar.codegen.python_call import _OF_MODULE
-from autopar.errors import MeshError, PlanError, UnsupportedOpError
+from autopar.errors import MeshError, UnsupportedOpError
 from autopar.export import export_text
 from autopar.runtime.launch import CAPTURE, run_ranks_local
 from autopar.runtime.moves import use_groups
@@ -159,8 +159,6 @@ def test_refusals():
     args, _ = inputs("gpt")
     with pytest.raises(MeshError, match="rank 3 is not in a mesh of 2"):
         export_text(build("gpt"), autopar.Mesh("2"), rank=3, example_args=args)
-    with pytest.raises(PlanError, match="pin pp=1"):
-        export_text(build("gpt"), autopar.Mesh("2"), example_args=args, pin={"pp": 2})
 
 
 def test_command_line(tmp_path, capsys):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from autopar.layout import P
 from autopar.program import Source
-from autopar.runtime.pipeline_program import PipelineProgram, Result, StageProgram, Value
+from autopar.runtime.pipeline_program import PipelineProgram, Result, StageValues, Value
 from autopar.runtime.pipeline_rounds import events
 from autopar.runtime.pipeline_step import Step
 from autopar.runtime.process_mesh import Line
@@ -95,11 +94,12 @@ def _run(schedule: Schedule, times: list[float]) -> dict[str, Any]:
     return {"step_s": float(took), "in_flight": step.most_in_flight, "slept": slept}
 
 
-def _stage(schedule: Schedule, stage: int, microbatch: int, value: Value) -> StageProgram:
+def _stage(schedule: Schedule, stage: int, microbatch: int, value: Value) -> StageValues:
     path = schedule.path(microbatch)
     source = Source(f"w{stage}", "parameter", f"w{stage}", True)
     if stage not in path:
-        return StageProgram(stage, SimpleNamespace(), (source,), (), (), ())  # type: ignore[arg-type]
+        return StageValues(stage, (source,), (), (), (), (), None)
     receives = ((stage - 1, value),) if stage != path[0] else ()
     sends = ((value, (stage + 1,)),) if stage != path[-1] else ()
-    return StageProgram(stage, SimpleNamespace(), (source,), receives, sends, (0,) if stage == path[-1] else ())  # type: ignore[arg-type]
+    gives = ((0,), ((1,),)) if stage == path[-1] else ((), ())
+    return StageValues(stage, (source,), receives, sends, *gives, None)

@@ -1,0 +1,93 @@
+"""autopar export of pipelines: the printed stages of a rank run alone and give the module's loss and gradients."""
+
+import pathlib
+import tempfile
+
+import pytest
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import PlanError
+from autopar.export import export_text
+from autopar.runtime.launch import CAPTURE, run_ranks_local
+from tests.codegen.test_export import difference, load
+from tests.end_to_end.small_models import build, inputs
+
+TWO = {
+    "forward alone": ("gpt", {"pp": 2, "microbatches": 2, "schedule": "1f1b"}, {}),
+    "gpipe": ("gpt", {"pp": 2, "microbatches": 3, "schedule": "gpipe"}, {"backward": True}),
+    "interleaved": (
+        "llama", {"pp": 2, "microbatches": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {"backward": True}
+    ),
+    "weights later": ("gpt", {"pp": 2, "microbatches": 4, "schedule": "zb-h1"}, {"backward": True}),
+    "weights later, forward alone": ("gpt", {"pp": 2, "microbatches": 3, "schedule": "zb-v"}, {}),
+    "two ways": ("llama", {"pp": 2, "microbatches": 4, "schedule": "chimera"}, {"backward": True}),
+    "recomputed": ("llama", {"pp": 2, "microbatches": 2, "schedule": "1f1b", "recompute": "full"}, {"backward": True}),
+    "mixed precision": (
+        "gpt", {"pp": 2, "microbatches": 2, "schedule": "1f1b"}, {"backward": True, "precision": "bf16"}
+    ),
+}  # fmt: skip
+"""Model, pins, what is exported."""
+FOUR = {
+    "sharded": ("llama", {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2, "schedule": "zb-v"}, {"backward": True}),
+    "tensor parallel": ("gpt", {"pp": 2, "tp": 2, "microbatches": 3, "schedule": "1f1b"}, {"backward": True}),
+}
+
+
+def compare(payload):
+    found = {}
+    for name, (kind, pin, options) in (TWO if dist.get_world_size() == 2 else FOUR).items():
+        args, _ = inputs(kind)
+        mesh = autopar.Mesh(str(dist.get_world_size()), device="cpu")
+        text = export_text(build(kind), mesh, rank=dist.get_rank(), example_args=args, pin=pin, **options)
+        m = autopar.parallelize(build(kind), mesh, example_args=args, pin=pin, precision=options.get("precision"))
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = difference(load(text, pathlib.Path(folder)), m, args)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_equal_the_module(world):
+    found = run_ranks_local("tests.codegen.test_export_pipeline:compare", world, {}, 300, preload=CAPTURE)
+    for rank in found:
+        assert rank.keys() == (TWO if world == 2 else FOUR).keys()
+        for name, (loss, grads) in rank.items():
+            assert loss <= 1e-12, name
+            assert grads <= 1e-12, name
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_microbatches_on_one_device(tmp_path, backward):
+    args, _ = inputs("gpt")
+    pin = {"microbatches": 3}
+    text = export_text(build("gpt"), autopar.Mesh("1"), example_args=args, pin=pin, backward=backward)
+    assert "import autopar" not in text
+    m = autopar.parallelize(build("gpt"), autopar.Mesh("1"), example_args=args, pin=pin)
+    assert max(difference(load(text, tmp_path), m, args)) <= 1e-12
+
+
+def exported(tmp_path, rank=1, **pin):
+    args, _ = inputs("gpt")
+    mesh = autopar.Mesh("2", device="cpu")
+    return args, export_text(build("gpt"), mesh, rank=rank, example_args=args, pin={"pp": 2, **pin}, backward=True)
+
+
+def test_what_a_reader_sees(tmp_path):
+    """The rank's row, a function for each of its stages and no other, equal micro-batches once; only ops are long."""
+    _, text = exported(tmp_path, microbatches=4, schedule="zb-h1")
+    assert "    F1.0 I1.0 " in text
+    assert "def stage_1_backward_weights(" in text
+    assert "def stage_0" not in text
+    assert text.count("def cut_1_") == 4
+    assert text.count("def stage_1_forward(") == 1
+    assert "# [" not in text  # nothing lies apart on a mesh of stages
+    assert max(len(line) for line in text.splitlines() if " = " not in line and not line.startswith("    del")) <= 120
+    compile(text, "exported", "exec")
+
+
+def test_a_call_without_groups_is_one_line(tmp_path):
+    args, text = exported(tmp_path, microbatches=2, schedule="1f1b")
+    module = load(text, tmp_path)
+    with pytest.raises(PlanError, match=r"^an exported pipeline runs under `use_groups\(groups\(\)\)`"):
+        module.forward({}, args)
