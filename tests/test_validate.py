@@ -275,6 +275,12 @@ def test_a_framework_that_is_not_named_is_an_assumption(tmp_path):
         ("GB200 NVL72", "gb200"),
         ("HGX B200", "b200"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("GB300 NVL72", "gb300"),
+        ("HGX B300", "b300"),
+        ("A800 80GB", "a800-sxm-80gb"),
+        ("H20 SXM", "h20"),
+        ("GeForce RTX 4090", "rtx-4090"),
+        ("AMD Instinct MI355X", "mi355x"),
     ],
 )
 def test_devices_by_other_spellings(tmp_path, device, name):

@@ -13,8 +13,9 @@ from autopar.errors import MeshError
 
 PROFILES = Path(hardware.__file__).parent / "profiles"
 NAMES = set(
-    "a100-pcie-40gb a100-pcie-80gb a100-sxm-40gb a100-sxm-80gb b200 cpu gb200 h100-96gb-hbm2e-500w h100-pcie h100-sxm "
-    "h200-sxm h800-sxm mi300x v100-sxm-16gb v100-sxm-32gb".split()
+    "a100-pcie-40gb a100-pcie-80gb a100-sxm-40gb a100-sxm-80gb a800-sxm-80gb b200 b300 cpu gb200 gb300 h20 "
+    "h100-96gb-hbm2e-500w h100-pcie h100-sxm h200-sxm h800-sxm l40s mi300x mi325x mi355x rtx-4090 v100-sxm-16gb "
+    "v100-sxm-32gb".split()
 )
 
 
@@ -32,7 +33,7 @@ def test_shipped_profiles_are_sane(name):
     assert profile.peak("fp32") >= profile.peak("fp64") * 0.99
     bandwidths = [link.bandwidth_bytes_per_s for link in profile.links]
     assert bandwidths == sorted(bandwidths, reverse=True)
-    assert len(profile.links) == (3 if name == "gb200" else 2)
+    assert len(profile.links) == (3 if name in ("gb200", "gb300") else 2)
     assert hash(profile) == hash(load_profile(name))
     assert pickle.loads(pickle.dumps(profile)) == profile
 
