@@ -24,7 +24,7 @@ from autopar.passes.drop_views import DropViews
 from autopar.passes.fill_buckets import FillBuckets
 from autopar.passes.fuse import Fuse
 from autopar.passes.inline import Inline
-from autopar.passes.lower import Graphs, Partition, boxed, decompositions_of, lower_to_graphs
+from autopar.passes.lower import Graphs, Partition, PassError, boxed, decompositions_of, lower_to_graphs
 from autopar.passes.merge_collectives import MergeCollectives, MergeGathers
 from autopar.passes.overlap import Overlap, Prefetch
 from autopar.passes.reuse import Reuse
@@ -201,7 +201,12 @@ def _said(error: BaseException) -> str:
 
 
 def _refusal(error: Exception, at: Node | None) -> str:
-    """One line: which op, where in the user's code, what AOTAutograd says."""
+    """One line: which op, where in the user's code, what AOTAutograd says; or which error is ours."""
+    if isinstance(error, PassError):
+        return (
+            f"backend='aot': a pass failed: {_said(error.__cause__ or error)}; this is a fault of autopar, and this "
+            "program runs op by op, as under backend='eager'"
+        )
     inside = [frame for frame in _frames(error) if is_user_file(frame[0]) and "/autopar/" not in frame[0]]
     if at is not None and at.op == "call_function":
         what = f"{op_text(at)} ({record(at).where or record(at).op})"

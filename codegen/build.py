@@ -40,6 +40,8 @@ from autopar.codegen.kernel import (
     Reduce,
     Step,
     Store,
+    args_of,
+    indices,
     merge_axes,
 )
 from autopar.codegen.views import At, argument, base_of, given, packet, shape_of, view_of, viewed
@@ -192,12 +194,17 @@ class _Builder:
         if found is None:
             return None
         source, rule = found
-        shape = shape_of(source)
+        shape, value = shape_of(source), node.meta["val"]
+        if value.numel() != self.width or not value.is_contiguous():
+            raise Unfusable(f"{packet(node)}: sums of {self.width} columns as {tuple(value.shape)}")
         if math.prod(shape) != self.total:
             raise Unfusable(f"{packet(node)} of {shape} in a kernel of {self.total} elements")
         return rule(self, split(self.rows_at * self.width + self.columns_at, shape, self.axes))
 
     def _built(self, written: Sequence[tuple[Node, int, Index | None]]) -> Built:
+        for node, _, at in written:
+            low, high = (0, 0) if at is None else at.span(self.axes)
+            assert 0 <= low <= high < _extent(node.meta["val"]), f"{node.name} is written beyond its end"
         inputs = [_buffer(n) for n in self.reads]
         writes = tuple(dict.fromkeys(n for n, _, _ in written))
         place = {n: len(inputs) + i for i, n in enumerate(writes)}
@@ -252,12 +259,26 @@ class _Builder:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype not in KINDS:
             raise Unfusable(f"{node.name} is no tensor of a known dtype")
-        place = self.reads.setdefault(node, len(self.reads))
+        if not value.numel():
+            raise Unfusable(f"{node.name} has no elements")
         place_at = flatten(at, value.stride())
-        # an address that stands still while a condition's index moves is good for all of it, or for none
-        moves = {axis for axis, _ in place_at.terms}
-        where = tuple(c for c in self.where if not self.holds(c) and {a for a, _ in c.index.terms} <= moves)
-        return self.step(Load(place, place_at, where, gather), KINDS[value.dtype])
+        low, high = place_at.span(self.axes)
+        where = tuple(c for c in self.where if not self.holds(c))
+        moves = {axis for axis, _ in place_at.terms}.union(*(self.axes_of(step) for step, _ in gather))
+        good = tuple(c for c in where if {axis for axis, _ in c.index.terms} <= moves)
+        if gather or low < 0 or high >= _extent(value):
+            if not gather and not where:
+                raise Unfusable(f"{node.name} of {tuple(value.shape)} is read beyond its end")
+            if good != where:
+                raise Unfusable(f"{node.name} is read or not along an axis on which its place stands still")
+        # else: an address that stands still while a condition's index moves is good for all of it
+        place = self.reads.setdefault(node, len(self.reads))
+        return self.step(Load(place, place_at, good, gather), KINDS[value.dtype])
+
+    def axes_of(self, step: int) -> set[int]:
+        """The axes with which a value changes."""
+        does = self.steps[step].does
+        return {axis for index in indices(does) for axis, _ in index.terms}.union(*map(self.axes_of, args_of(does)))
 
     def holds(self, condition: Condition) -> bool:
         low, high = condition.index.span(self.axes)
@@ -354,6 +375,11 @@ class _Builder:
         if self.width == 1:
             return arg
         return self.step(Reduce(how, arg), self.steps[arg].kind)
+
+
+def _extent(value: torch.Tensor) -> int:
+    """Elements of memory that a tensor reaches over."""
+    return 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
 
 
 def _buffer(node: Node) -> Buffer:

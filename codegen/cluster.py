@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,9 @@ class _Clusters:
             tile = tile_of(built.kernel) if built is not None else None
         except (Unfusable, NotLinear, TooWide):
             return None
+        except Exception as error:  # a fault of ours must not cost more than these ops
+            warn_of_fault(members, error)
+            return None
         if built is None or tile is None or len(built.kernel.buffers) > BUFFERS or not _on_one_device(built):
             return None
         return Group(tuple(members), tuple(outputs), built, cost_bytes(built.kernel, tile))
@@ -198,6 +202,16 @@ class _Clusters:
                 if other is not None and other not in (a, b) and self.before[other] & both:
                     return True
         return False
+
+
+def warn_of_fault(members: Sequence[Node], error: Exception) -> None:
+    names = ", ".join(dict.fromkeys(packet(n) for n in members if n.target is not operator.getitem))
+    said = next((line for line in str(error).splitlines() if line.strip()), "")
+    warnings.warn(
+        f"no kernel for {names}: {type(error).__name__}: {said:.200}; this is a fault of autopar, and these ops run "
+        "otherwise",
+        stacklevel=2,
+    )
 
 
 def _on_one_device(built: Built) -> bool:

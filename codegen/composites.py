@@ -18,16 +18,18 @@ from torch.fx import Node
 from autopar.codegen.formulas import POINTWISE, POWERS, SLOPES
 from autopar.codegen.index import ZERO, Index, NotLinear
 from autopar.codegen.kernel import KINDS
-from autopar.codegen.views import At, argument, given, packet, shape_of
+from autopar.codegen.views import At, argument, base_of, given, packet, shape_of
 
 if TYPE_CHECKING:
     from autopar.codegen.build import _Builder
 
-SUMS: Mapping[str, str] = {"sum": "sum", "mean": "sum", "amax": "max", "amin": "min"}
+SUMS: Mapping[str, str] = {"sum": "sum", "mean": "sum", "amax": "amax", "amin": "amin"}
 """Plain reductions, and how they reduce."""
+ROUNDINGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Formulas that round, by half precision."""
 FEW = 8
 """[derived] numbers that a short reduction is over: as many key heads to a query head as most models have."""
-_JOINS = {"sum": "add", "max": "maximum", "min": "minimum"}
+_JOINS = {"sum": "add", "amax": "maximum", "amin": "minimum"}
 
 
 def _kind(node: Node) -> str:
@@ -105,7 +107,9 @@ def pointwise(b: _Builder, node: Node, at: At) -> int:
     args = [argument(node, i, _NAMES[i]) for i in rule.args]
     wanted = kind
     if rule.compares:
-        wanted = _common([given(node)[i] for i in rule.args])
+        common = torch.result_type(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+        wanted = KINDS.get(common, "f32")
+        args = [a if isinstance(a, Node) else torch.tensor(a).to(common).item() for a in args]
     elif name.startswith("logical"):
         wanted = "i1"
     elif kind == "i1" and rule.formula not in ("same", "and", "or", "xor", "where", "not"):
@@ -113,11 +117,11 @@ def pointwise(b: _Builder, node: Node, at: At) -> int:
     elif kind in ("i32", "i64") and rule.formula not in _WHOLE:
         raise NotLinear(f"{name} of integers")
     steps = [_operand(b, a, at, "i1" if rule.formula == "where" and i == 0 else wanted) for i, a in enumerate(args)]
-    alpha: Any = node.kwargs.get("alpha", 1)
-    if rule.alpha and alpha != 1:
+    alpha: Any = argument(node, 2, "alpha", 1) if rule.alpha else 1
+    if alpha != 1:
         steps[1] = b.emit("mul", steps[1], b.literal(alpha, wanted), kind=wanted)
     if rule.formula == "same":
-        return steps[0]
+        return _rounded(b, node, steps[0]) if name == "_to_copy" else steps[0]
     if rule.compares or rule.formula == "not":
         return b.compare(rule.formula, *steps)
     return b.emit(rule.formula, *steps, kind=kind)
@@ -128,10 +132,13 @@ _WHOLE = frozenset("same add sub mul neg abs square where maximum minimum and or
 """Formulas that hold for integers."""
 
 
-def _common(args: list[Any]) -> str:
-    """The kind in which values are compared."""
-    found = torch.result_type(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
-    return KINDS.get(found, "f32")
+def _rounded(b: _Builder, node: Node, value: int) -> int:
+    """A number that is cast to half precision and back is meant to be rounded; on the way to memory it is once."""
+    narrow = base_of(given(node)[0])
+    if packet(narrow) != "_to_copy" or not b.inside(narrow) or node.meta["val"].dtype in ROUNDINGS:
+        return value
+    wide, half = given(narrow)[0].meta["val"].dtype, narrow.meta["val"].dtype
+    return b.emit(ROUNDINGS[half], value, kind="f32") if half in ROUNDINGS and wide not in ROUNDINGS else value
 
 
 def _operand(b: _Builder, arg: Any, at: At, kind: str) -> int:

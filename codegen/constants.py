@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from autopar.codegen.index import Index, NotLinear, dense_strides, flatten
 from autopar.codegen.kernel import KINDS, Apply, Condition
-from autopar.codegen.views import At, argument, given, shape_of
+from autopar.codegen.views import At, argument, cut, given, shape_of
 
 if TYPE_CHECKING:
     from autopar.codegen.build import _Builder
@@ -62,9 +62,7 @@ def _slice_backward(b: _Builder, node: Node, item: int, at: At) -> int:
     if step != 1:
         raise NotLinear("the backward of a slice with a step")
     dim %= len(at)
-    size = shape_of(node)[dim]
-    first = min(start + size if start < 0 else start, size)
-    last = min(end + size if end < 0 else end, size)
+    first, last = cut(shape_of(node)[dim], start, end)
     moved = (*at[:dim], at[dim] + -first, *at[dim + 1 :])
     return b.when(Condition(at[dim], first, last), lambda: b.value(grad, moved), lambda kind: b.literal(0, kind))
 

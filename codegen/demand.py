@@ -32,17 +32,24 @@ class Demand:
 
 def known(node: Node) -> bool:
     """Is there a formula for this op? (A group of it may still be refused.)"""
-    return node.op == "call_function" and (
-        packet(node) in POINTWISE or packet(node) in RULES or packet(node) in composites.SUMS
+    return (
+        node.op == "call_function"
+        and (packet(node) in POINTWISE or packet(node) in RULES or packet(node) in composites.SUMS)
+        and not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
     )
 
 
 def demand(node: Node) -> Demand:
-    """Raises: Unfusable: a reduction that is over neither a row nor all rows."""
+    """Raises: Unfusable: a reduction that is over neither a row nor all rows; a value without elements."""
     name = packet(node)
+    values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+    if any(isinstance(v, torch.Tensor) and not v.numel() for v in values):
+        raise Unfusable(f"{name} of no elements")
     if name in composites.SUMS:
         source = given(node)[0]
         shape = shape_of(source)
+        if not shape or (node.meta["val"].dtype == torch.bool):
+            raise Unfusable(f"{name} of one number, or of truth values")
         columns = math.prod(shape[len(shape) - composites.suffix(node) :]) if composites.suffix(node) else 0
         if not columns and composites.prefix(node):
             columns = math.prod(shape[composites.prefix(node) :])

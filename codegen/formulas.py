@@ -6,6 +6,7 @@ Half-precision values are float32 inside a kernel, so formulas exist for float32
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,12 @@ from typing import Any
 TYPES = {"f32": "tl.float32", "f64": "tl.float64", "i32": "tl.int32", "i64": "tl.int64", "i1": "tl.int1"}
 _LEAST = {"f32": 'float("-inf")', "f64": 'float("-inf")', "i32": "-2147483648", "i64": "-9223372036854775808"}
 _MOST = {"f32": 'float("inf")', "f64": 'float("inf")', "i32": "2147483647", "i64": "9223372036854775807"}
-NEUTRAL: Mapping[str, Mapping[str, str]] = {"sum": dict.fromkeys(_LEAST, "0"), "max": _LEAST, "min": _MOST}
+NEUTRAL: Mapping[str, Mapping[str, str]] = {
+    "sum": dict.fromkeys(_LEAST, "0"),
+    "max": _LEAST,
+    "amax": _LEAST,
+    "amin": _MOST,
+}
 """What changes nothing, by the reduction and the kind."""
 
 FORMULAS: Mapping[str, str] = {
@@ -42,7 +48,7 @@ FORMULAS: Mapping[str, str] = {
     "ceil": "tl.ceil({0})",
     "tanh": "tanh({0})",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
-    "relu": "tl.where({0} <= 0, 0, {0})",  # a NaN stays one
+    "relu": "tl.where({0} < 0, 0, {0})",  # a NaN stays one, and -0
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "where": "tl.where({0}, {1}, {2})",
@@ -75,6 +81,8 @@ FORMULAS: Mapping[str, str] = {
     "i32": "{0}.to(tl.int32)",
     "i64": "{0}.to(tl.int64)",
     "i1": "{0} != 0",
+    "bf16": "{0}.to(tl.bfloat16).to(tl.float32)",
+    "fp16": "{0}.to(tl.float16).to(tl.float32)",
 }
 """By name: how it is printed."""
 
@@ -105,15 +113,31 @@ def silu_slope(x, s):
 def log1p(x):
     """Exact to rounding near 0: the error of 1 + x is divided out."""
     u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+    near = tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0))
+    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, near))
 ''',
     "expm1": '''
 @triton.jit
 def expm1(x):
     """Near 0 its series, elsewhere e^x - 1."""
     near = x * (1 + x * (0.5 + x * (0.16666666666666666 + x * (0.041666666666666664 + x * (0.008333333333333333
-               + x * (0.001388888888888889 + x * 0.0001984126984126984))))))
+               + x * (0.001388888888888889 + x * (0.0001984126984126984 + x * (2.48015873015873e-05
+               + x * (2.7557319223985893e-06 + x * (2.755731922398589e-07 + x * 2.505210838544172e-08))))))))))
     return tl.where(tl.abs(x) < 0.25, near, tl.exp(x) - 1.0)
+''',
+    "row_amax": '''
+@triton.jit
+def row_amax(x):
+    """The largest number of each row; NaN where there is one."""
+    lost = tl.max((x != x).to(tl.int32), axis=1, keep_dims=True)
+    return tl.where(lost > 0, float("nan"), tl.max(x, axis=1, keep_dims=True))
+''',
+    "row_amin": '''
+@triton.jit
+def row_amin(x):
+    """The least number of each row; NaN where there is one."""
+    lost = tl.max((x != x).to(tl.int32), axis=1, keep_dims=True)
+    return tl.where(lost > 0, float("nan"), tl.min(x, axis=1, keep_dims=True))
 ''',
     "random_bits": '''
 @triton.jit
@@ -185,6 +209,13 @@ def helpers_of(text: str) -> list[str]:
     return [body.strip("\n") for name, body in HELPERS.items() if re.search(rf"\b{name}\(", text)]
 
 
+def reduction(how: str, value: str, kind: str) -> str:
+    """The text of a reduction of each row of a tile. A softmax's maximum may lose a NaN, which its sum keeps."""
+    if how in ("amax", "amin") and kind[0] == "f":
+        return f"row_{how}({value})"
+    return f"tl.{how.removeprefix('a')}({value}, axis=1, keep_dims=True)"
+
+
 def literal(value: Any, kind: str) -> str:
     """A number as Triton text."""
     if kind == "i1":
@@ -192,6 +223,6 @@ def literal(value: Any, kind: str) -> str:
     if kind[0] == "i":
         return str(int(value))
     number = float(value)
-    if number != number or number in (float("inf"), float("-inf")):
-        return f'float("{number}")'
-    return repr(number)
+    text = repr(number) if math.isfinite(number) else f'float("{number}")'
+    # beside a tensor a plain number would take its kind; alone it would be float32
+    return f"tl.full((), {text}, tl.float64)" if kind == "f64" else text

@@ -92,7 +92,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Over the columns. how: "sum", "max" or "min"."""
+    """Over the columns. how: "sum"; "max" of a softmax; "amax" or "amin", of which a NaN is not lost."""
 
     how: str
     arg: int

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 _LOADED: dict[tuple[str, bool], ModuleType] = {}
 
@@ -94,10 +95,12 @@ def interpreting() -> Iterator[None]:
     """Inside, functions loaded for the interpreter can be launched.
 
     Triton decides at its own import whether its library (`tl.sum`, `tl.max`, ...) is interpreted. Here it was imported
-    for a device, so these few are replaced while a kernel runs.
+    for a device, so these few are replaced while a kernel runs. So is its cast between float32 and bfloat16, which
+    cuts off where devices round to the nearest even number.
     """
     import triton
     import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
 
     combine = {
         "sum": tl.standard._sum_combine,
@@ -105,7 +108,7 @@ def interpreting() -> Iterator[None]:
         "min": tl.standard._elementwise_min,
     }
     before = {name: getattr(tl, name) for name in combine}
-    interpreted = triton.knobs.runtime.interpret
+    interpreted, cast = triton.knobs.runtime.interpret, InterpreterBuilder.cast_impl
 
     def reducer(function: Any) -> Any:
         return lambda value, axis=None, keep_dims=False: tl.reduce(value, axis, function, keep_dims=keep_dims)
@@ -114,11 +117,31 @@ def interpreting() -> Iterator[None]:
         triton.knobs.runtime.interpret = True
         for name, function in combine.items():
             setattr(tl, name, reducer(function))
+        InterpreterBuilder.cast_impl = _cast_rounded(cast)
         yield
     finally:
         triton.knobs.runtime.interpret = interpreted
+        InterpreterBuilder.cast_impl = cast
         for name, function in before.items():
             setattr(tl, name, function)
+
+
+def _cast_rounded(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter's cast, with numpy's numbers rounded as torch does."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def cast(builder: Any, source: Any, target: Any) -> Any:
+        kinds = source.dtype.scalar, target.scalar
+        if kinds == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.array(source.data, dtype=np.float32)).bfloat16()
+            return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+        if kinds == (tl.bfloat16, tl.float32):
+            bits = torch.from_numpy(np.array(source.data, dtype=np.uint16).view(np.int16))
+            return TensorHandle(bits.view(torch.bfloat16).float().numpy(), tl.float32)
+        return otherwise(builder, source, target)
+
+    return cast
 
 
 def launch(function: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, *, interpret: bool = False) -> None:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from autopar.codegen.composites import prefix, suffix
 from autopar.codegen.index import ZERO, Index, NotLinear
 from autopar.codegen.kernel import KINDS
-from autopar.codegen.views import At, given, packet, shape_of, view_of, viewed
+from autopar.codegen.views import VIEWS, At, given, packet, shape_of, view_of, viewed
 
 if TYPE_CHECKING:
     from autopar.codegen.build import _Builder
@@ -136,6 +136,8 @@ def _rms_norm(b: _Builder, node: Node, item: int, at: At) -> int:
 
 def _norm_backward(b: _Builder, node: Node, item: int, at: At) -> int:
     """rstd (g - mean(g) - xhat mean(g xhat)), g the gradient times the weight; an RMS norm has no second term."""
+    if item:
+        raise NotLinear(f"a weight's gradient, of {packet(node)}, is read in the kernel that makes it")
     layer = packet(node) == "native_layer_norm_backward"
     grad, x, _ = given(node)[:3]
     weight = given(node)[5] if layer else given(node)[4]
@@ -182,7 +184,7 @@ def _softmax_backward(b: _Builder, node: Node, item: int, at: At) -> int:
     if packet(node) == "_softmax_backward_data":
         along = row.reduce("sum", lambda i: row.do("mul", row.at(i)(grad), row.at(i)(y)))
         return row.do("mul", row.at(at)(y), row.do("sub", row.at(at)(grad), along))
-    if isinstance(grad, Node) and packet(grad) == "nll_loss_backward" and b.inside(grad):
+    if isinstance(grad, Node) and packet(grad) == "nll_loss_backward" and b.inside(grad) and len(at) == 2:
         total = _nll_slope(b, grad, at[0])  # the one element of the row that is not 0
     else:
         total = row.reduce("sum", lambda i: row.at(i)(grad))
@@ -249,7 +251,9 @@ def column_sum(node: Node) -> tuple[Node, Callable[[_Builder, At], int]] | None:
 def _summed_then_cast(node: Node) -> tuple[Node, Callable[[_Builder, At], int]] | None:
     """The gradient of a weight, kept in another dtype than it is summed in: cast by the last step of the sum."""
     source = given(node)[0]
-    while isinstance(source, Node) and view_of(source) is not None:
+    while isinstance(source, Node) and (rule := view_of(source)) is not None:
+        if rule is not VIEWS["reshape"]:
+            return None  # it may turn, drop or repeat elements
         source = viewed(source)
     if not isinstance(source, Node) or KINDS.get(source.meta["val"].dtype) != "f32":
         return None

@@ -60,9 +60,17 @@ def online_pairs(kernel: Kernel) -> dict[int, int]:
         clamped = kernel.steps[most].does
         if isinstance(clamped, Apply) and clamped.formula == "maximum" and _is_number(kernel, clamped.args[1]):
             most = clamped.args[0]
-        if kernel.steps[most].does == Reduce("max", value):
+        if kernel.steps[most].does in (Reduce("max", value), Reduce("amax", value)):
             found[i] = most
     return found
+
+
+def clamped(kernel: Kernel, total: int) -> bool:
+    """Is the maximum of such a sum kept from -inf?"""
+    (power,) = args_of(kernel.steps[total].does)
+    (shifted,) = args_of(kernel.steps[power].does)
+    most = args_of(kernel.steps[shifted].does)[1]
+    return not _is_reduce(kernel, most)
 
 
 def _is_number(kernel: Kernel, place: int) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autopar.codegen.formulas import NEUTRAL, TYPES
+from autopar.codegen.formulas import FORMULAS, NEUTRAL, TYPES, reduction
 from autopar.codegen.kernel import Literal, Reduce
-from autopar.codegen.sweeps import Sweep, sweeps
+from autopar.codegen.sweeps import Sweep, clamped, sweeps
 
 if TYPE_CHECKING:
     from autopar.codegen.triton_text import _Printer
 
-_JOINS = {"sum": "{0} + {1}", "max": "tl.maximum({0}, {1})", "min": "tl.minimum({0}, {1})"}
+_JOINS = {"sum": FORMULAS["add"], "max": FORMULAS["maximum"], "amax": FORMULAS["maximum"], "amin": FORMULAS["minimum"]}
 
 
 def swept_body(p: _Printer) -> Iterator[str]:
@@ -64,7 +64,19 @@ def _loop(p: _Printer, sweep: Sweep) -> Iterator[str]:
     p.names, p.used, p.last_note = names, used, ""
     for i, does in reduces.items():
         p.names[i] = p.fresh(p.kernel.steps[i].name or does.how)
-        found = running[i] if i in mosts else f"tl.{does.how}({running[i]}, axis=1, keep_dims=True)"
+    most_of = {total: most for most, total in sweep.online}
+    for i, does in reduces.items():
+        if i in mosts:
+            continue
+        found = reduction(does.how, running[i], p.kernel.steps[i].kind)
+        if i in most_of and reduces[most_of[i]].how == "amax" and not clamped(p.kernel, i):  # -inf - -inf
+            found = f'tl.where({running[most_of[i]]} == float("-inf"), float("nan"), {found})'
+        yield f"    {p.names[i]} = {found}"
+    for i in mosts:
+        found = running[i]
+        if reduces[i].how == "amax":  # a NaN is in the sum
+            total = p.names[next(t for t, most in most_of.items() if most == i)]
+            found = f'tl.where(({total} != {total}) & (tl.abs({found}) < float("inf")), float("nan"), {found})'
         yield f"    {p.names[i]} = {found}"
 
 

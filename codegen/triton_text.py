@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.codegen.formulas import FORMULAS, NEUTRAL, TYPES, helpers_of, literal
+from autopar.codegen.formulas import FORMULAS, NEUTRAL, TYPES, helpers_of, literal, reduction
 from autopar.codegen.index import Index, dense_strides
 from autopar.codegen.kernel import (
     Apply,
@@ -273,7 +273,7 @@ class _Printer:
     def _expression(self, place: int, step: Step) -> str:
         does, moves = step.does, self.moves[place]
         if isinstance(does, Load):
-            gather = tuple(f"{self.names[v]} * {stride}" for v, stride in does.gather)
+            gather = tuple(f"{self._long(v)} * {stride}" for v, stride in does.gather)
             conditions = [self._condition(c) for c in does.where]
             mask = self._mask(*moves, *conditions)
             ends = f", mask={mask}, other=0" if mask else ""
@@ -288,9 +288,18 @@ class _Printer:
             low = f"({self._index(does.at)}).to(tl.int32)"
             return f"random_bits({low}, k{does.key}, l{does.key})"
         if isinstance(does, Reduce):
-            return f"tl.{does.how}({self.within(does)}, axis=1, keep_dims=True)"
+            return reduction(does.how, self.within(does), step.kind)
         assert isinstance(does, Apply)
-        return FORMULAS[does.formula].format(*(self._operand(a) for a in args_of(does)))
+        operands = [self._operand(a) for a in args_of(does)]
+        kinds = [self.kernel.steps[a].kind for a in args_of(does) if isinstance(self.kernel.steps[a].does, Literal)]
+        if len(kinds) == len(operands):  # Python's own arithmetic is another
+            operands = [f"tl.full((), {o}, {TYPES[kind]})" for o, kind in zip(operands, kinds, strict=True)]
+        return FORMULAS[does.formula].format(*operands)
+
+    def _long(self, place: int) -> str:
+        """An index that was read, as wide as the place that it leads to needs."""
+        name = self.names[place]
+        return f"{name}.to(tl.int64)" if self.wide and self.kernel.steps[place].kind == "i32" else name
 
     def within(self, does: Reduce) -> str:
         """What a reduction joins, with what changes nothing beyond the last column."""

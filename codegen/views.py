@@ -80,10 +80,16 @@ def _expand(node: Node, at: At, sizes: Sequence[int]) -> At:
 
 
 def _slice(node: Node, at: At, sizes: Sequence[int]) -> At:
-    dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", 0) or 0
-    step = argument(node, 4, "step", 1)
+    dim, step = argument(node, 1, "dim", 0), argument(node, 4, "step", 1)
     size = shape_of(_input(node))[dim % len(at)]
-    return _shift(at, dim, min(start + size if start < 0 else start, size), step)
+    start, _ = cut(size, argument(node, 2, "start"), argument(node, 3, "end"))
+    return _shift(at, dim, start, step)
+
+
+def cut(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+    """Where a slice of a dim of this size begins and ends: negative places count from the end, all are clamped."""
+    first, last, _ = slice(start, end).indices(size)
+    return first, max(first, last)
 
 
 def _shift(at: At, dim: int, start: int, step: int = 1) -> At:
@@ -129,12 +135,12 @@ SPLITS = frozenset({"split", "split_with_sizes", "unbind"})
 
 
 def view_of(node: Node) -> View | None:
-    """The rule of a node that is a view of its first argument's memory, or None."""
+    """The rule of a node that is a view of its first argument's memory, in the same dtype, or None."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem and isinstance(node.args[0], Node) and packet(node.args[0]) in SPLITS:
         return _piece
-    return VIEWS.get(packet(node))
+    return VIEWS.get(packet(node)) if getattr(node.target, "_overloadname", "") != "dtype" else None
 
 
 def viewed(node: Node) -> Node:

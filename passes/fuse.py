@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.codegen.build import build
-from autopar.codegen.cluster import Group, clusters, is_barrier
+from autopar.codegen.cluster import Group, clusters, is_barrier, warn_of_fault
 from autopar.codegen.code import Code
 from autopar.codegen.demand import Unfusable, known
 from autopar.codegen.group import FusedGroup
 from autopar.codegen.index import NotLinear
 from autopar.codegen.tiles import TooWide, moved_bytes, tile_of
-from autopar.codegen.triton_text import print_kernel
+from autopar.codegen.triton_text import Printed, print_kernel
 from autopar.codegen.views import SPLITS, base_of, given, packet, view_of, viewed
 from autopar.program import record, set_record
 
@@ -44,10 +44,10 @@ class Fuse:
     def run(self, module: GraphModule) -> GraphModule:
         cast_in_buckets(module.graph)
         split_norm_backwards(module.graph)
-        groups = clusters(module.graph)
-        if not groups:
+        printed = dict(filter(None, map(_printed, clusters(module.graph))))
+        if not printed:
             return module
-        graph = _Rewrite(module, groups, self.mode).made()
+        graph = _Rewrite(module, printed, self.mode).made()
         found = GraphModule(module, graph)
         found.meta.update(module.meta)
         return found
@@ -137,13 +137,21 @@ def _fits(op: Node, items: Sequence[Node]) -> bool:
     return True
 
 
+def _printed(group: Group) -> tuple[Group, Printed] | None:
+    try:
+        return group, print_kernel(group.built.kernel)
+    except Exception as error:  # see `cluster`
+        warn_of_fault(group.members, error)
+        return None
+
+
 class _Rewrite:
     """The graph made anew, a node for each group."""
 
-    def __init__(self, module: GraphModule, groups: Sequence[Group], mode: str) -> None:
-        self.module, self.mode = module, mode
-        self.group_of = {n: g for g in groups for n in g.members}
-        self.number = {g: i for i, g in enumerate(groups)}
+    def __init__(self, module: GraphModule, printed: Mapping[Group, Printed], mode: str) -> None:
+        self.module, self.printed, self.mode = module, printed, mode
+        self.group_of = {n: g for g in printed for n in g.members}
+        self.number = {g: i for i, g in enumerate(printed)}
         self.graph, self.copies = Graph(), dict[Node, Node]()
 
     def made(self) -> Graph:
@@ -199,7 +207,7 @@ class _Rewrite:
             if node not in self.copies:
                 self._emit(node)
         name = f"fused_{self.number[group]}"
-        self.module.add_submodule(name, FusedGroup(aten, code_of(group, inputs), self.mode))
+        self.module.add_submodule(name, FusedGroup(aten, code_of(group, inputs, self.printed[group]), self.mode))
         made = self.graph.call_module(name, tuple(self.copies[n] for n in inputs))
         made.meta["val"] = tuple(n.meta["val"] for n in group.outputs)
         made.meta["partitioner_tag"] = group.members[-1].meta.get("partitioner_tag")
@@ -259,13 +267,13 @@ def aten_graph(module: GraphModule, group: Group) -> tuple[list[Node], GraphModu
     return inputs, GraphModule(module, graph)
 
 
-def code_of(group: Group, inputs: Sequence[Node]) -> Code:
-    """The printed kernel of a group, and which of its inputs are which arguments."""
+def code_of(group: Group, inputs: Sequence[Node], printed: Printed | None = None) -> Code:
+    """A group's kernel, and which of its inputs are which arguments."""
     place = {n: i for i, n in enumerate(inputs)}
     built = group.built
     return Code(
         built.kernel,
-        print_kernel(built.kernel),
+        printed or print_kernel(built.kernel),
         tuple(place[n] for n in built.reads),
         tuple(place[n] for n in built.keys),
         tuple(built.writes.index(n) for n in group.outputs),

@@ -303,6 +303,14 @@ def lower_to_graphs(
     from functorch.compile import aot_function
 
     def cut(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[GraphModule, GraphModule]:
+        try:
+            graphs = rewritten(joint, num_fwd_outputs)
+        except Exception as error:
+            raise PassError(str(error)) from error
+        told(graphs)
+        return graphs.forward, graphs.backward
+
+    def rewritten(joint: GraphModule, num_fwd_outputs: int) -> Graphs:
         for rewrite in joint_passes:
             joint = rewrite(joint)
         read = gradients_read(joint.graph, num_fwd_outputs)
@@ -314,8 +322,7 @@ def lower_to_graphs(
             _loosen(forward)
             _loosen(backward)
         forward, backward = (GraphModule(m, m.graph) for m in (forward, backward))
-        told(replace(graphs, forward=forward, backward=backward, read=read))
-        return forward, backward
+        return replace(graphs, forward=forward, backward=backward, read=read)
 
     def compiled(module: GraphModule, inputs: Any) -> Any:
         return boxed(module)
@@ -337,6 +344,10 @@ def decompositions_of(inductor: bool) -> dict[Any, Callable[..., Any]] | None:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
+
+
+class PassError(Exception):
+    """One of our own passes failed on a graph that AOTAutograd made; the cause says how."""
 
 
 class _Traced(Exception):
