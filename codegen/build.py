@@ -254,8 +254,8 @@ class _Builder:
             raise Unfusable(f"{name} has no formula")
         return rule(self, node, 0, at)
 
-    def load(self, node: Node, at: At, gather: tuple[tuple[int, int], ...] = ()) -> int:
-        """Read an element from memory. gather: (step, stride in elements) to add to its place."""
+    def load(self, node: Node, at: At, gather: tuple[tuple[int, int, int], ...] = ()) -> int:
+        """Read an element from memory. gather: (step, stride in elements, places) to add to its own."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype not in KINDS:
             raise Unfusable(f"{node.name} is no tensor of a known dtype")
@@ -264,7 +264,7 @@ class _Builder:
         place_at = flatten(at, value.stride())
         low, high = place_at.span(self.axes)
         where = tuple(c for c in self.where if not self.holds(c))
-        moves = {axis for axis, _ in place_at.terms}.union(*(self.axes_of(step) for step, _ in gather))
+        moves = {axis for axis, _ in place_at.terms}.union(*(self.axes_of(step) for step, _, _ in gather))
         good = tuple(c for c in where if {axis for axis, _ in c.index.terms} <= moves)
         if gather or low < 0 or high >= _extent(value):
             if not gather and not where:

@@ -101,7 +101,7 @@ def _embedding(b: _Builder, node: Node, item: int, at: At) -> int:
     if b.inside(table):
         raise NotLinear("a gather from a table that the kernel itself makes")
     row = b.value(ids, at[:-1])
-    return b.load(table, (Index(), at[-1]), ((row, table.meta["val"].stride()[0]),))
+    return b.load(table, (Index(), at[-1]), ((row, table.meta["val"].stride()[0], shape_of(table)[0]),))
 
 
 def _gather(b: _Builder, node: Node, item: int, at: At) -> int:
@@ -110,8 +110,8 @@ def _gather(b: _Builder, node: Node, item: int, at: At) -> int:
     if b.inside(source):
         raise NotLinear("a gather from what the kernel itself makes")
     dim %= len(at)
-    place = b.value(index, at)
-    return b.load(source, (*at[:dim], Index(), *at[dim + 1 :]), ((place, source.meta["val"].stride()[dim]),))
+    gather = b.value(index, at), source.meta["val"].stride()[dim], shape_of(source)[dim]
+    return b.load(source, (*at[:dim], Index(), *at[dim + 1 :]), (gather,))
 
 
 def _dropout(b: _Builder, node: Node, item: int, at: At) -> int:

@@ -55,12 +55,13 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The element of `buffer` at `at`, plus value x stride for each pair of `gather`; 0 where a condition fails."""
+    """The element of `buffer` at `at`, plus value x stride for each of `gather`: (value, stride, places); 0 where a
+    condition fails."""
 
     buffer: int
     at: Index
     where: tuple[Condition, ...] = ()
-    gather: tuple[tuple[int, int], ...] = ()
+    gather: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def args_of(does: Does) -> tuple[int, ...]:
         return does.args
     if isinstance(does, Reduce):
         return (does.arg,)
-    return tuple(v for v, _ in does.gather) if isinstance(does, Load) else ()
+    return tuple(v for v, _, _ in does.gather) if isinstance(does, Load) else ()
 
 
 def indices(does: Does) -> tuple[Index, ...]:

@@ -96,7 +96,7 @@ def interpreting() -> Iterator[None]:
 
     Triton decides at its own import whether its library (`tl.sum`, `tl.max`, ...) is interpreted. Here it was imported
     for a device, so these few are replaced while a kernel runs. So is its cast between float32 and bfloat16, which
-    cuts off where devices round to the nearest even number.
+    cuts off where devices round to the nearest even number, and its assertion, which asserts nothing.
     """
     import triton
     import triton.language as tl
@@ -107,7 +107,7 @@ def interpreting() -> Iterator[None]:
         "max": tl.standard._elementwise_max,
         "min": tl.standard._elementwise_min,
     }
-    before = {name: getattr(tl, name) for name in combine}
+    before = {name: getattr(tl, name) for name in (*combine, "device_assert")}
     interpreted, cast = triton.knobs.runtime.interpret, InterpreterBuilder.cast_impl
 
     def reducer(function: Any) -> Any:
@@ -117,6 +117,7 @@ def interpreting() -> Iterator[None]:
         triton.knobs.runtime.interpret = True
         for name, function in combine.items():
             setattr(tl, name, reducer(function))
+        tl.device_assert = _assert
         InterpreterBuilder.cast_impl = _cast_rounded(cast)
         yield
     finally:
@@ -124,6 +125,12 @@ def interpreting() -> Iterator[None]:
         InterpreterBuilder.cast_impl = cast
         for name, function in before.items():
             setattr(tl, name, function)
+
+
+def _assert(condition: Any, message: str, mask: Any = None) -> None:
+    held = condition.handle.data
+    if not np.all(held if mask is None else held | ~mask.handle.data):
+        raise IndexError(message)
 
 
 def _cast_rounded(otherwise: Callable[..., Any]) -> Callable[..., Any]:

@@ -244,9 +244,18 @@ class _Printer:
         name = self.fresh((step.name or "value") if not isinstance(does, Load) else f"in{does.buffer}")
         self.names[place] = name
         comment = f"  # {step.note}" if step.note not in ("", self.last_note) and not isinstance(does, Load) else ""
-        if not isinstance(does, Load):
+        if isinstance(does, Load):
+            yield from self._checked(place, does, inner)
+        else:
             self.last_note = step.note
         yield f"{inner}{name} = {text}{comment}"
+
+    def _checked(self, place: int, does: Load, inner: str) -> Iterator[str]:
+        """Under TRITON_DEBUG=1, and in the interpreter: is each place that was read one of the buffer?"""
+        mask = self._mask(*self.moves[place], *(self._condition(c) for c in does.where))
+        for value, _, places in does.gather:
+            name, ends = self._operand(value), f", {mask}" if mask else ""
+            yield f'{inner}tl.device_assert(({name} >= 0) & ({name} < {places}), "index out of range"{ends})'
 
     def fresh(self, first: str) -> str:
         """A name that is not taken yet."""
@@ -273,7 +282,7 @@ class _Printer:
     def _expression(self, place: int, step: Step) -> str:
         does, moves = step.does, self.moves[place]
         if isinstance(does, Load):
-            gather = tuple(f"{self._long(v)} * {stride}" for v, stride in does.gather)
+            gather = tuple(f"{self._long(v)} * {stride}" for v, stride, _ in does.gather)
             conditions = [self._condition(c) for c in does.where]
             mask = self._mask(*moves, *conditions)
             ends = f", mask={mask}, other=0" if mask else ""

@@ -31,8 +31,8 @@ class StreamCrossEntropy:
     """Sums of exponentials from the logits, without an exponential or a logarithm of a probability that is stored.
 
     Input:   %y = _log_softmax(%x) ; %l = nll_loss_forward(%y, %t) ; ... ; backward of %x from %y
-    Output:  %m = amax(%x) ; %z = add(log(sum(exp(sub(%x, %m)))), %m) ; %l = sum(sub(%z, gather(%x, %t)))
-             ... ; backward of %x from %y = sub(%x, %z), made again
+    Output:  %m = amax(%x) ; %z = log(sum(exp(sub(%x, %m)))) ; %l = sum(sub(%z, sub(gather(%x, %t), %m)))
+             ... ; backward of %x from %y = sub(sub(%x, %m), %z), made again
     Input:   %m = all_reduce_max(amax(%x)) ; %s = sum(exp(sub(%x, %m))) ; %p = gather(sub(%x, %m), %i)
     Output:  %a = amax(%x) ; %b = sum(exp(sub(%x, %a))) ; %m = all_reduce_max(%a) ; %s = mul(%b, exp(sub(%a, %m)))
              %p = sub(gather(%x, %i), %m)
@@ -47,8 +47,9 @@ class StreamCrossEntropy:
 class _Rewrite:
     def __init__(self, joint: GraphModule) -> None:
         self.joint, self.graph = joint, joint.graph
-        self.parts: dict[Node, tuple[Node, Node]] = {}
-        """Of a log softmax that was taken apart: the logits and the logarithm of the sum."""
+        self.parts: dict[Node, tuple[Node, Node, Node]] = {}
+        """Of a log softmax that was taken apart: the logits, the largest, the logarithm of the sum. (One number for the
+        last two would lose what large logits leave of the logarithm.)"""
         self.hots: dict[Node, tuple[int, Node, Node]] = {}
         """Of a scatter that was taken apart: along which dim, the index and the gradient."""
 
@@ -89,26 +90,27 @@ class _Rewrite:
             return None
         with self.before(node) as emit:
             wide = _wide(emit, x)
-            most = emit(aten.amax.default, wide, [1], True)
+            most = _kept(emit(aten.amax.default, wide, [1], True))
             total = emit(aten.sum.dim_IntList, emit(aten.exp.default, emit(aten.sub.Tensor, wide, most)), [1], True)
-            log_sum = _kept(emit(aten.add.Tensor, emit(aten.log.default, total), most))
-            found = _again(emit(aten.sub.Tensor, wide, log_sum))
+            log_sum = _kept(emit(aten.log.default, total))
+            found = _again(emit(aten.sub.Tensor, _again(emit(aten.sub.Tensor, wide, most)), log_sum))
             if node.meta["val"].dtype in _HALF:
                 found = _again(emit(aten._to_copy.default, found, dtype=node.meta["val"].dtype))
-        self.parts[found] = (x, log_sum)
+        self.parts[found] = (x, most, log_sum)
         return found
 
     def loss(self, node: Node) -> Node | None:
         scores, target, _, reduction, ignored = given(node)
         if scores not in self.parts or not _plain(node):
             return None
-        x, log_sum = self.parts[scores]
+        x, most, log_sum = self.parts[scores]
         dtype = scores.meta["val"].dtype
         with self.before(node) as emit:
             counts = emit(aten.ne.Scalar, target, ignored)
             index = emit(aten.unsqueeze.default, emit(aten.where.ScalarOther, counts, target, 0), 1)
             picked = _wide(emit, emit(aten.squeeze.dim, emit(aten.gather.default, x, 1, index), 1))
-            lost = emit(aten.sub.Tensor, emit(aten.squeeze.dim, log_sum, 1), picked)
+            above, rest = (emit(aten.squeeze.dim, value, 1) for value in (most, log_sum))
+            lost = emit(aten.sub.Tensor, rest, emit(aten.sub.Tensor, picked, above))
             loss = emit(aten.where.ScalarOther, counts, lost, 0.0)
             number = emit(aten.sum.default, counts)
             if reduction != NONE:
@@ -135,10 +137,11 @@ class _Rewrite:
         softmax (labels are smoothed): from the sum of x, which needs no logarithm first."""
         power, dims, *keep = given(node)
         if (parts := self.parts.get(_same(power))) is not None and list(dims) in ([1], [-1]):
-            x, log_sum = parts
+            x, most, log_sum = parts
             with self.before(node) as emit:
                 total = emit(aten.sum.dim_IntList, _wide(emit, x), [1], *keep)
-                apart = log_sum if keep == [True] else emit(aten.squeeze.dim, log_sum, 1)
+                apart = emit(aten.add.Tensor, log_sum, most)
+                apart = apart if keep == [True] else emit(aten.squeeze.dim, apart, 1)
                 found = emit(aten.sub.Tensor, total, emit(aten.mul.Tensor, apart, shape_of(x)[1]))
                 dtype = node.meta["val"].dtype
                 return emit(aten._to_copy.default, found, dtype=dtype) if found.meta["val"].dtype != dtype else found

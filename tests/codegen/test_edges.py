@@ -144,3 +144,36 @@ def test_a_pass_that_fails_is_not_called_a_refusal(monkeypatch):
     with pytest.warns(UserWarning, match=r"backend='aot': a pass failed: ZeroDivisionError: .*a fault of autopar"):
         out = m(X)
     torch.testing.assert_close(out, model(X))
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4])
+def test_cross_entropy_of_large_logits(shift):
+    """What all logits have in common changes nothing: nor does it with kernels."""
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logits = nn.Parameter(torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) + shift)
+
+        def forward(self, targets):
+            return F.cross_entropy(self.logits * 1.0, targets)
+
+    targets = torch.arange(6)
+    one, many = Loss(), Loss()
+    one(targets).backward()
+    m = autopar.parallelize(many, autopar.Mesh("1"), example_args=(targets,), kernels="on")
+    loss = m(targets)
+    loss.backward()
+    torch.testing.assert_close(loss, one(targets), rtol=1e-6, atol=0)
+    (grad,) = (p.grad for p in m.parameters())
+    torch.testing.assert_close(grad, one.logits.grad, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("ids", [[0, 7, 1], [0, -1, 1]])
+def test_an_index_out_of_range_is_an_error(ids):
+    function = lambda i, t: F.embedding(i, t) * 2 + 1  # noqa: E731
+    inputs = torch.tensor(ids), torch.randn(7, 5)
+    module = Fuse("interpreter").run(trace(function, torch.tensor([0, 1, 2]), inputs[1]))
+    with pytest.warns(UserWarning, match=r"IndexError\('index out of range'\)\); its ops run one by one"):
+        with pytest.raises(IndexError):
+            module(*inputs)
