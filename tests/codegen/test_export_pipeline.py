@@ -10,7 +10,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.export import export_text
 from autopar.runtime.launch import CAPTURE, run_ranks_local
-from tests.codegen.test_export import difference, load
+from tests.codegen.test_export import batch, built, difference, load
 from tests.end_to_end.small_models import build, inputs
 
 TWO = {
@@ -26,6 +26,8 @@ TWO = {
     "mixed precision": (
         "gpt", {"pp": 2, "microbatches": 2, "schedule": "1f1b"}, {"backward": True, "precision": "bf16"}
     ),
+    "awkward, forward alone": ("awkward", {"pp": 2, "microbatches": 1, "schedule": "1f1b"}, {}),
+    "awkward": ("awkward", {"pp": 2, "microbatches": 1, "schedule": "1f1b"}, {"backward": True}),
 }  # fmt: skip
 """Model, pins, what is exported."""
 FOUR = {
@@ -37,10 +39,10 @@ FOUR = {
 def compare(payload):
     found = {}
     for name, (kind, pin, options) in (TWO if dist.get_world_size() == 2 else FOUR).items():
-        args, _ = inputs(kind)
+        args = batch(kind)
         mesh = autopar.Mesh(str(dist.get_world_size()), device="cpu")
-        text = export_text(build(kind), mesh, rank=dist.get_rank(), example_args=args, pin=pin, **options)
-        m = autopar.parallelize(build(kind), mesh, example_args=args, pin=pin, precision=options.get("precision"))
+        text = export_text(built(kind), mesh, rank=dist.get_rank(), example_args=args, pin=pin, **options)
+        m = autopar.parallelize(built(kind), mesh, example_args=args, pin=pin, precision=options.get("precision"))
         with tempfile.TemporaryDirectory() as folder:
             found[name] = difference(load(text, pathlib.Path(folder)), m, args)
     return found
