@@ -5,6 +5,8 @@ import tempfile
 
 import pytest
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
 import autopar
 from autopar.errors import PlanError
@@ -66,6 +68,25 @@ def test_microbatches_on_one_device(tmp_path, backward):
     text = export_text(build("gpt"), autopar.Mesh("1"), example_args=args, pin=pin, backward=backward)
     assert "import autopar" not in text
     m = autopar.parallelize(build("gpt"), autopar.Mesh("1"), example_args=args, pin=pin)
+    assert max(difference(load(text, tmp_path), m, args)) <= 1e-12
+
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.first(x), 0.5, self.training)).mean()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_microbatches_draw_their_own_numbers(tmp_path, backward):
+    args, pin = batch("awkward"), {"microbatches": 3}
+    model = Drops().double()
+    text = export_text(model, autopar.Mesh("1"), example_args=args, pin=pin, backward=backward)
+    assert "call it under `drawing(Draw(seed, stream))`" in text
+    m = autopar.parallelize(model, autopar.Mesh("1"), example_args=args, pin=pin)
     assert max(difference(load(text, tmp_path), m, args)) <= 1e-12
 
 
