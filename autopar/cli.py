@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse has printed its line
         return int(end.code or 0)
     try:
+        _check_writable(args)
         with _quiet(args):
             outcome: Outcome = args.run(args)
         _show(outcome, args)
@@ -259,6 +260,28 @@ COMMANDS = {
     "validate": validate,
     "calibrate": calibrate,
 }
+
+
+def _check_writable(args: argparse.Namespace) -> None:
+    """Before the work begins: can what the command will write be written? Raises: UsageError."""
+    for option, of_folder in (("output", False), ("timeline", False), ("out", True)):
+        path = getattr(args, option, None)
+        wrong = _unwritable(path, of_folder) if path else None
+        if wrong is not None:
+            raise UsageError(f"cannot write {path}: {wrong}")
+
+
+def _unwritable(given: str, of_folder: bool) -> str | None:
+    """Why a file cannot be written, or files in a folder that is made when needed; None: they can."""
+    from pathlib import Path
+
+    path = Path(given).absolute()
+    if path.exists() and not of_folder:
+        return "it is a folder" if path.is_dir() else None if os.access(path, os.W_OK) else "it is not writable"
+    folder = next(p for p in (path, *path.parents) if p.exists()) if of_folder else path.parent
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
 
 
 def _mesh(args: argparse.Namespace) -> Mesh:

@@ -13,22 +13,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autopar.codegen.group import FusedGroup
 from autopar.codegen.python_kernels import Kernels
+from autopar.codegen.python_literal import BUILTINS, LITERAL_ELEMENTS, tensor_text, value_text
 from autopar.errors import UnsupportedOpError
 from autopar.program import record
 
-RESERVED = frozenset("torch aten dist triton tl parameters inputs forward groups axes inf nan".split())
+RESERVED = BUILTINS | set("torch aten triton tl parameters inputs forward groups graphs constants axes".split())
+"""Names of every file that no variable may hide; `Writer.reserve` adds those of one file."""
+RANDOM = "autopar.runtime.random"
+"""Imported where a program draws numbers."""
 _OF_MODULE = {
     **dict.fromkeys(("key", "dropout", "keep", "uniform", "normal"), "random_ops"),
     **dict.fromkeys(("ctc_loss", "ctc_loss_backward"), "ctc"),
     "part": "transfer",
 }
 """Ops of ours that an exported file can run -> the module of `autopar.runtime` that defines them."""
-LITERAL_ELEMENTS = 1024
-"""The longest constant that is written out."""
 
 
 class Writer:
@@ -43,11 +45,18 @@ class Writer:
         self.names: dict[Node, str] = {}
         self.taken: set[str] = set(RESERVED)
 
+    def reserve(self, graph: Graph) -> None:
+        """Before any name is given: what the graph's lines call, and what the file imports, is no variable's name."""
+        for node in graph.nodes:
+            if node.op == "call_module" or (node.op == "call_function" and node.target is not operator.getitem):
+                self.taken.add(self.function(node).partition(".")[0])
+        self.taken.update(name for names in self.imports.values() for name in names)
+
     def name(self, node: Node, path: str) -> str:
         """A variable after the user's module and the op: `layers_0_mlp_gelu`."""
         parts = path.split("/")
         words = "_".join(p for p in parts[:-1] if p) if len(parts) > 1 else path
-        base = re.sub(r"\W+", "_", words or path).strip("_").lower() or "value"
+        base = re.sub(r"\W+", "_", words or path, flags=re.ASCII).strip("_").lower() or "value"
         if keyword.iskeyword(base) or base[0].isdigit():
             base = f"v_{base}"
         name, number = base, 1
@@ -59,21 +68,12 @@ class Writer:
         return name
 
     def comment(self, node: Node, layout: bool = True) -> str:
-        known = self.layout_of(node) if layout else ""
-        where = record(node).where.replace("\\", "/").rpartition("/")[2]
-        parts = [p for p in (known if known != "[I]" else "", where) if p]
-        return f"  # {' '.join(parts)}" if parts else ""
+        return comment_text(self.layout_of(node) if layout else "", node)
 
     def call(self, node: Node) -> str:
         """The right-hand side."""
         if node.op == "get_attr":
             return self.literal(node)
-        if node.op == "call_module":
-            module: Any = node.graph.owning_module
-            group = module.get_submodule(str(node.target))
-            assert isinstance(group, FusedGroup)
-            self.imports.setdefault("autopar.runtime.exported", set()).update(self.kernels.helpers(group.code))
-            return f"{self.kernels.function(group.code)}({', '.join(map(self.value, node.args))})"
         if node.target is operator.getitem:
             whole, item = node.args
             return f"{self.value(whole)}[{self.value(item)}]"
@@ -92,15 +92,23 @@ class Writer:
     def literal(self, node: Node) -> str:
         owner: Any = node.graph.owning_module
         tensor = getattr(owner, str(node.target))
-        if tensor.numel() > LITERAL_ELEMENTS:
+        text = tensor_text(tensor)
+        if text is None:
             raise UnsupportedOpError(
                 f"{node.name} ({record(node).where}): a constant of {tensor.numel()} elements; an exported file writes "
-                f"out at most {LITERAL_ELEMENTS}: make it a buffer of the model"
+                f"out values that are known, at most {LITERAL_ELEMENTS}: make it a buffer of the model"
             )
-        return f"torch.tensor({tensor.tolist()}, dtype={tensor.dtype}, device=DEVICE)"
+        return text
 
     def function(self, node: Node) -> str:
+        """What a node calls; the file imports or prints it."""
         target = node.target
+        if node.op == "call_module":
+            module: Any = node.graph.owning_module
+            group = module.get_submodule(str(target))
+            assert isinstance(group, FusedGroup)
+            self.imports.setdefault("autopar.runtime.exported", set()).update(self.kernels.helpers(group.code))
+            return self.kernels.function(group.code)
         if isinstance(target, torch._ops.OpOverload):
             namespace, _, name = target._schema.name.partition("::")
             if namespace == "autopar" and name not in _OF_MODULE:
@@ -109,6 +117,8 @@ class Writer:
                 )
             if namespace == "autopar":
                 self.imports.setdefault("autopar.runtime", set()).add(_OF_MODULE[name])
+            if namespace == "autopar" and name == "key":
+                self.imports.setdefault(RANDOM, set()).update({"Draw", "drawing"})
             overload = f".{target._overloadname}"
             return f"aten.{name}{overload}" if namespace == "aten" else f"torch.ops.{namespace}.{name}{overload}"
         module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
@@ -127,6 +137,11 @@ class Writer:
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
         if isinstance(value, torch.device):
             return "DEVICE" if self.device and value.type != "meta" else f"torch.device({str(value)!r})"
-        if isinstance(value, float) and value in (float("inf"), float("-inf")):
-            return f'float("{value}")'
-        return str(value) if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) else repr(value)
+        return value_text(value)
+
+
+def comment_text(layout: str, node: Node) -> str:
+    """How a value lies, if not the same on all ranks, and the line of the model that made the node."""
+    where = record(node).where.replace("\\", "/").rpartition("/")[2]
+    parts = [p for p in (layout if layout != "[I]" else "", where) if p]
+    return f"  # {' '.join(parts)}" if parts else ""

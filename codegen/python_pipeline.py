@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from autopar.codegen.python_literal import value_text
 from autopar.codegen.python_text import File, Traced, function_lines
 from autopar.dump import layout_text
 from autopar.dump_lowered import of_user_value
@@ -72,6 +73,7 @@ class _Pipeline(File):
         """The names of the tables of stages, by their text."""
         self.table_of: list[str] = []
         """By micro-batch."""
+        self.imports[RUNTIME] = {"Here", "Pipelined", "Value", "output", "stage"}
 
     def about(self) -> Iterator[str]:
         yield from super().about()
@@ -117,9 +119,8 @@ class _Pipeline(File):
                 functions += self.cut_function(cuts, program.cuts, program.program)
                 paths = ", ".join(map(repr, program.cuts.paths))
                 cuts = f"Cut(({paths}{',' if len(program.cuts.paths) == 1 else ''}), {cuts})"
-                self.imports.setdefault(RUNTIME, set()).add("Cut")
+                self.imports[RUNTIME].add("Cut")
             here.append(f"        ({stage}, {microbatch}): Here({name}{'' if cuts == 'None' else f', {cuts}'}),")
-        self.imports.setdefault(RUNTIME, set()).update({"Here", "Pipelined", "Value", "output", "stage"})
         yield from functions
         yield from self.tables()
         yield from self.run(here)
@@ -199,16 +200,15 @@ class _Pipeline(File):
         yield from (f"        {i}: {_output(result)}," for i, result in program.results.items())
         yield "    },"
         yield f"    outputs={program.outputs},"
-        yield f"    constants={dict(program.constants)!r},"
+        constants = ", ".join(f"{i}: {value_text(value)}" for i, value in program.constants.items())
+        yield f"    constants={{{constants}}},"
         yield f"    loss={program.loss},"
         read = {s.path for stage in self.part.here.values() for s in stage.sources}
         yield from _argument("reductions", {path: moves for path, moves in program.reductions.items() if path in read})
         yield from _argument("owners", {path: ranks for path, ranks in program.owners.items() if len(ranks) > 1})
         yield f"    forward_only={program.forward_only},"
         yield ")"
-        yield ""
-        yield ""
-        yield "def forward(parameters, inputs):"
+        yield from self.forward_head()
         yield "    return PIPELINE(parameters, inputs)"
 
 
@@ -250,4 +250,5 @@ def _value(value: Value) -> str:
 def _output(result: Result) -> str:
     over: Any = result.placement
     over = over.kind if over.kind != "S" else f"S{over.part}"
-    return f"output({result.stage}, {over!r}, {result.flat}, {result.shape}, {result.dtype}, {result.grad})"
+    buffer = ", buffer=True" if result.buffer else ""
+    return f"output({result.stage}, {over!r}, {result.flat}, {result.shape}, {result.dtype}, {result.grad}{buffer})"

@@ -2,26 +2,34 @@
 
 Enters: the program after the shard pass, its mesh and the rank; and its lowered graphs, when the backward is to stand
 in the file, too. Leaves: the file's text. It imports torch, and of autopar `autopar.runtime.exported` (groups and
-kernel arguments) and, where gradients come from autograd, the differentiable moves of `autopar.runtime.moves`; and the
-module of whatever other runtime function the program calls. `forward` takes this rank's parameters by name and its
-inputs in order. Refused (`UnsupportedOpError`): an op that no import names, such as a user's own `autograd.Function`.
+kernel arguments) and, where gradients come from autograd, the differentiable moves of `autopar.runtime.moves`; where
+random numbers are drawn, `autopar.runtime.random`; and the module of whatever other runtime function the program calls.
+`forward` takes this rank's parameters by name and its inputs in order. Refused (`UnsupportedOpError`): an op that no
+import names, such as a user's own `autograd.Function`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from textwrap import TextWrapper
 
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.codegen.python_call import Writer
+from autopar.codegen.python_call import RANDOM, Writer, comment_text
 from autopar.codegen.python_kernels import Kernels
+from autopar.codegen.python_literal import LITERAL_ELEMENTS, tensor_text
 from autopar.dump import layout_text
 from autopar.dump_lowered import of_user_value
 from autopar.mesh import LogicalMesh
 from autopar.passes.lower import Graphs
 from autopar.program import Program, Source, record
 from autopar.runtime.backward_split import Split
+
+_LINES = TextWrapper(
+    110, initial_indent=8 * " ", subsequent_indent=12 * " ", break_long_words=False, break_on_hyphens=False
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +68,8 @@ class File:
     def text(self) -> str:
         body = list(self.body())
         kernels = list(self.kernels.text())
+        if kernels and self.device == "cpu":
+            self.imports["autopar.runtime.exported"].add("need_interpreter")
         return "\n".join((*self._head(bool(kernels)), *kernels, *body)) + "\n"
 
     def body(self) -> Iterator[str]:
@@ -67,11 +77,41 @@ class File:
         raise NotImplementedError
 
     def about(self) -> Iterator[str]:
-        """The docstring's second paragraph."""
-        yield "`forward(parameters, inputs)` takes this rank's part of each parameter and buffer by name (constants"
-        yield "too: tensors that forward takes from elsewhere), and of each input in order; under"
-        yield "`use_groups(groups())` it gives its part of each output. A comment shows how a value lies on the mesh,"
-        yield "where it is not the same on every rank, and the line of the model that made it."
+        """What the docstring says after its first line."""
+        yield "`forward(parameters, inputs)` takes this rank's part of each parameter and buffer by name, and of each"
+        yield "input in order; under `use_groups(groups())` it gives its part of each output. A comment shows how a"
+        yield "value lies on the mesh, where it is not the same on every rank, and the line of the model that made it."
+        if len(self.constants) < len(self._placeholders("constant")):
+            yield "`parameters` holds the tensors of CONSTANTS, too."
+        if self.new_values:
+            yield "The outputs in NEW_VALUES are what forward writes to buffers or parameters; the caller keeps them."
+        if RANDOM in self.imports:
+            yield "It draws random numbers: call it under `drawing(Draw(seed, stream))`, too, with the same seed and"
+            yield "stream on every rank and another stream in each call (a parallelized module takes 2 k in its k-th"
+            yield "call in training, counted from 0)."
+        if self.interpreted:
+            yield "Triton's interpreter runs its kernels: set TRITON_INTERPRET=1 before Triton is imported."
+
+    @cached_property
+    def constants(self) -> dict[str, str]:
+        """The tensors that forward makes and the file writes out, as text."""
+        found = {}
+        for node, source in self._placeholders("constant"):
+            value = self.program.state[source.path]
+            text = tensor_text(value) if value.shape == node.meta["val"].shape else None
+            if text is not None:
+                found[source.path] = text
+        return found
+
+    @property
+    def new_values(self) -> dict[int, str]:
+        """Outputs that are new values -> of what."""
+        return {i: s.path for i, s in enumerate(self.program.sinks) if s.kind == "state"}
+
+    @property
+    def interpreted(self) -> bool:
+        """Are there kernels, for a CPU? Known when all functions are printed."""
+        return "need_interpreter" in self.imports["autopar.runtime.exported"]
 
     def writer(self) -> Writer:
         return Writer(self.layout_of, self.imports, self.kernels, device=True)
@@ -94,36 +134,64 @@ class File:
         yield ""
         yield "aten = torch.ops.aten"
         yield f"DEVICE = torch.device({self.device!r})"
+        if self.interpreted:
+            yield "need_interpreter()"
         yield ""
         yield "AXES = {"
         for place, axis in enumerate(mesh.axes):
             lines = {mesh.group(place, mesh.coordinate(r)) for r in range(mesh.size)}
-            yield f'    "{axis.name}": {[list(line) for line in sorted(lines)]},'
+            yield f"    {axis.name!r}: {[list(line) for line in sorted(lines)]},"
         yield "}"
         yield '"""For each axis the ranks that differ on that axis alone."""'
-        for kind, word in (
-            ("parameter", "PARAMETERS"),
-            ("buffer", "BUFFERS"),
-            ("constant", "CONSTANTS"),
-            ("input", "INPUTS"),
-        ):
-            found = self._placeholders(kind)
-            if not found:
-                continue
+        yield from self._table("PARAMETERS", "parameter")
+        yield from self._table("BUFFERS", "buffer")
+        yield from self._table("CONSTANTS", "constant")
+        yield from self._table("INPUTS", "input")
+        if self.new_values:
             yield ""
-            yield f"{word} = {{"
-            for node, source in found:
-                value = node.meta["val"]
-                shape = tuple(value.shape)
-                layout = self.layout_of(node)
-                comment = f"  # {layout}" if layout not in ("", "[I]") else ""
-                yield f'    "{source.path}": ({shape}, {value.dtype}),{comment}'
+            yield "NEW_VALUES = {"
+            yield from (f"    {place}: {path!r}," for place, path in self.new_values.items())
             yield "}"
+            yield '"""The outputs, by place, that are new values of buffers or parameters."""'
         yield ""
         yield ""
         yield "def groups():"
         yield '    """The process groups behind the axes, for this rank; every rank calls this once."""'
         yield f"    return connect(AXES, {self.rank})"
+        if self.constants:
+            yield ""
+            yield ""
+            yield "def constants():"
+            yield '    """Tensors that forward makes or takes from outside the model; `parameters` may hold others."""'
+            yield "    return {"
+            for path, text in self.constants.items():
+                yield from _LINES.wrap(f"{path!r}: {text},")
+            yield "    }"
+
+    def _table(self, name: str, kind: str) -> Iterator[str]:
+        """Shapes and dtypes of what the caller gives; nothing where there is none."""
+        found = [(node, source) for node, source in self._placeholders(kind) if source.path not in self.constants]
+        if not found:
+            return
+        yield ""
+        yield f"{name} = {{"
+        for node, source in found:
+            value = node.meta["val"]
+            used = next(iter(node.users), node) if kind == "constant" else node
+            comment = comment_text(self.layout_of(node), used)
+            yield f"    {source.path!r}: ({tuple(value.shape)}, {value.dtype}),{comment}"
+        yield "}"
+        if kind == "constant":
+            yield '"""Tensors that forward makes, or takes from outside the model, where the comment says. They have no'
+            yield f'values here: more than {LITERAL_ELEMENTS} elements, or a model that was exported without values."""'
+
+    def forward_head(self) -> Iterator[str]:
+        """The first lines of `forward`."""
+        yield ""
+        yield ""
+        yield "def forward(parameters, inputs):"
+        if self.constants:
+            yield "    parameters = {**constants(), **parameters}"
 
     def layout_of(self, node: Node) -> str:
         return layout_text(record(node), self.axes)
@@ -150,9 +218,8 @@ class _Whole(File):
     def _forward(self) -> Iterator[str]:
         """One function under autograd."""
         write = self.writer()
-        yield ""
-        yield ""
-        yield "def forward(parameters, inputs):"
+        write.reserve(self.program.graph)
+        yield from self.forward_head()
         for node, source in self._placeholders("parameter", "buffer", "constant"):
             if node.users:
                 yield f"    {write.name(node, source.path)} = parameters[{source.path!r}]"
@@ -178,9 +245,7 @@ class _Whole(File):
         yield ""
         yield f"graphs = Graphs(forward_graph, backward_graph, {graphs.results}, {traced.differentiable})"
         self.imports["autopar.runtime.exported"].add("Graphs")
-        yield ""
-        yield ""
-        yield "def forward(parameters, inputs):"
+        yield from self.forward_head()
         yield "    return graphs("
         place = 0
         for source in sources:
@@ -193,6 +258,7 @@ def function_lines(
     name: str, graph: Graph, write: Writer, paths: Mapping[str, str], laid: Callable[[Node], bool], axes: bool = True
 ) -> Iterator[str]:
     """A graph as a function of its placeholders. paths: what they are called. axes: groups' names are its first."""
+    write.reserve(graph)
     yield ""
     yield ""
     yield f"def {name}("

@@ -91,6 +91,41 @@ def test_bad_usage_is_2(capsys, argv, message):
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["plan", "gpt-tiny", "-o", "{folder}/no/plan.json"], "{folder}/no is no folder"),
+        (["plan", "gpt-tiny", "-o", "{folder}"], "it is a folder"),
+        (["plan", "gpt-tiny", "-o", "{folder}/file/plan.json"], "{folder}/file is no folder"),
+        (["export", "gpt-tiny", "-o", "{folder}/no/x.py"], "{folder}/no is no folder"),
+        (["calibrate", "-o", "{folder}"], "it is a folder"),
+        (["simulate", "{folder}/plan.json", "--timeline", "{folder}/no/x.json"], "{folder}/no is no folder"),
+        (["dump", "gpt-tiny", "--out", "{folder}/file"], "{folder}/file is no folder"),
+        (["dump", "gpt-tiny", "--out", "{folder}/file/a/b"], "{folder}/file is no folder"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_the_work(monkeypatch, capsys, tmp_path, argv, message):
+    for command in cli.COMMANDS:
+        monkeypatch.setitem(cli.COMMANDS, command, lambda args: pytest.fail("it worked"))
+    (tmp_path / "file").touch()
+    assert main([a.format(folder=tmp_path) for a in argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"autopar {argv[0]}: error: cannot write {tmp_path}")
+    assert line.endswith(message.format(folder=tmp_path))
+
+
+def test_a_file_that_may_not_be_written(monkeypatch, capsys, tmp_path, calls):
+    """`os.access` stands in for a user that is not root."""
+    monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
+    (tmp_path / "plan.json").write_text("kept")
+    assert main(["plan", "gpt-tiny", "-o", str(tmp_path / "plan.json")]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("plan.json: it is not writable")
+    assert main(["plan", "gpt-tiny", "-o", str(tmp_path / "new.json")]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(f"{tmp_path} is not writable")
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    assert calls == []
+
+
 def test_plan_prints_a_table_and_writes_the_file(calls, capsys, tmp_path):
     path = tmp_path / "plan.json"
     argv = ["plan", "gpt-tiny", "--mesh", "2x4", "--device", "a100-sxm-80gb", "--batch", "16", "--seq", "32"]

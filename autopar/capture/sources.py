@@ -35,6 +35,7 @@ class Sources:
     def add(self, name: str, val: Tensor, places: Iterable[Node], kind: str, path: str | None, **more: bool) -> str:
         """One more placeholder for export's `places`; returns its path (its node's name when it has none)."""
         node = self.graph.placeholder(name)
+        node.target = node.name  # torch.fx prints it as a parameter's name, and a path may be none or another's
         node.meta["val"] = val
         self.by_node[node] = Source(node.name, kind, node.name if path is None else path, **more)
         self.mapping.update(dict.fromkeys(places, node))

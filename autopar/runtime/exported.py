@@ -93,6 +93,20 @@ class _Run(torch.autograd.Function):
         return None, *splittable(whole, first, second, graphs.halves.shape)(values)
 
 
+def need_interpreter() -> None:
+    """For kernels of a CPU, before they are made.
+
+    Raises:  RuntimeError: Triton was imported without its interpreter, or makes functions for a device.
+    """
+    import triton
+    import triton.language as tl
+
+    if isinstance(tl.sum, triton.JITFunction) or not triton.knobs.runtime.interpret:
+        raise RuntimeError(
+            "kernels on a CPU run in Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported"
+        )
+
+
 def laid_out(value: Tensor, strides: tuple[int, ...]) -> Tensor:
     """The tensor in the strides that a kernel was printed for: a caller may lay its inputs out otherwise."""
     if value.stride() == strides or value.numel() <= 1:

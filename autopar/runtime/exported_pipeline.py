@@ -55,12 +55,18 @@ def stage(
 
 
 def output(
-    stage: int, over_microbatches: str, flat: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, grad: bool
+    stage: int,
+    over_microbatches: str,
+    flat: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    grad: bool,
+    buffer: bool = False,
 ) -> Result:
     """One output of the model. over_microbatches: "P": their values are added up, "S<part>": joined along that one of
-    the parts whose sizes are `flat`, "I", "R": the same in each."""
+    the parts whose sizes are `flat`, "I", "R": the same in each. buffer: it is a new value of a buffer."""
     kind, part = over_microbatches[0], over_microbatches[1:]
-    return Result(stage, Placement(kind, int(part) if part else -1), flat, shape, dtype, grad)
+    return Result(stage, Placement(kind, int(part) if part else -1), flat, shape, dtype, grad, buffer=buffer)
 
 
 @dataclass(eq=False)

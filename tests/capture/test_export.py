@@ -335,3 +335,25 @@ def test_data_is_a_value_without_gradient():
     model(x).square().sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(state[name].grad, parameter.grad)
+
+
+def test_a_name_that_is_no_identifier():
+    """torch.fx prints the names of placeholders into its code."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.values = nn.ParameterDict({key: torch.randn(3) for key in ('a"b', "a b", "a_b", "x²")})
+            self.a, self.a_b = nn.Module(), nn.Module()
+            self.a.b_c, self.a_b.c = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            for value in self.values.values():
+                x = x * value
+            return x * self.a.b_c + self.a_b.c
+
+    model, x = Odd(), torch.randn(3)
+    program = capture(model, (x,), {})
+    assert {s.path for s in program.sources if s.kind == "parameter"} == set(dict(model.named_parameters()))
+    module = torch.fx.GraphModule(nn.Module(), program.graph)
+    torch.testing.assert_close(module(*(program.state[s.path] for s in program.sources[:-1]), x)[0], model(x))

@@ -5,12 +5,14 @@ import tempfile
 
 import pytest
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
 import autopar
 from autopar.errors import PlanError
 from autopar.export import export_text
 from autopar.runtime.launch import CAPTURE, run_ranks_local
-from tests.codegen.test_export import difference, load
+from tests.codegen.test_export import batch, built, difference, load
 from tests.end_to_end.small_models import build, inputs
 
 TWO = {
@@ -26,6 +28,8 @@ TWO = {
     "mixed precision": (
         "gpt", {"pp": 2, "microbatches": 2, "schedule": "1f1b"}, {"backward": True, "precision": "bf16"}
     ),
+    "awkward, forward alone": ("awkward", {"pp": 2, "microbatches": 1, "schedule": "1f1b"}, {}),
+    "awkward": ("awkward", {"pp": 2, "microbatches": 1, "schedule": "1f1b"}, {"backward": True}),
 }  # fmt: skip
 """Model, pins, what is exported."""
 FOUR = {
@@ -37,10 +41,10 @@ FOUR = {
 def compare(payload):
     found = {}
     for name, (kind, pin, options) in (TWO if dist.get_world_size() == 2 else FOUR).items():
-        args, _ = inputs(kind)
+        args = batch(kind)
         mesh = autopar.Mesh(str(dist.get_world_size()), device="cpu")
-        text = export_text(build(kind), mesh, rank=dist.get_rank(), example_args=args, pin=pin, **options)
-        m = autopar.parallelize(build(kind), mesh, example_args=args, pin=pin, precision=options.get("precision"))
+        text = export_text(built(kind), mesh, rank=dist.get_rank(), example_args=args, pin=pin, **options)
+        m = autopar.parallelize(built(kind), mesh, example_args=args, pin=pin, precision=options.get("precision"))
         with tempfile.TemporaryDirectory() as folder:
             found[name] = difference(load(text, pathlib.Path(folder)), m, args)
     return found
@@ -64,6 +68,25 @@ def test_microbatches_on_one_device(tmp_path, backward):
     text = export_text(build("gpt"), autopar.Mesh("1"), example_args=args, pin=pin, backward=backward)
     assert "import autopar" not in text
     m = autopar.parallelize(build("gpt"), autopar.Mesh("1"), example_args=args, pin=pin)
+    assert max(difference(load(text, tmp_path), m, args)) <= 1e-12
+
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.first(x), 0.5, self.training)).mean()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_microbatches_draw_their_own_numbers(tmp_path, backward):
+    args, pin = batch("awkward"), {"microbatches": 3}
+    model = Drops().double()
+    text = export_text(model, autopar.Mesh("1"), example_args=args, pin=pin, backward=backward)
+    assert "call it under `drawing(Draw(seed, stream))`" in text
+    m = autopar.parallelize(model, autopar.Mesh("1"), example_args=args, pin=pin)
     assert max(difference(load(text, tmp_path), m, args)) <= 1e-12
 
 
