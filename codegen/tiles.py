@@ -29,6 +29,20 @@ registers by `held_values`, which takes all loads to be in flight at once, by el
 report on norms, softmaxes and their backwards, 8192 to 32768 wide."""
 LOOPING_REGISTERS = 2048
 """[measured] as above, times warps, of a program of at least 16 warps that passes over many rows."""
+LOOPING = (
+    (8, 16),
+    (8, 8),
+    (4, 16),
+    (8, 4),
+    (4, 8),
+    (16, 16),
+    (2, 16),
+    (8, 32),
+    (4, 4),
+    (16, 8),
+    (16, 32),
+)
+"""[derived] elements a thread and warps of a step of such a program, the wished for first."""
 SWEPT_WARPS = 8
 FEW_ROWS, LONG_ROW = 32, 2**17
 """[derived] rows longer than this, and fewer than this, are left to ATen: a program a row would use little of a GPU."""
@@ -163,19 +177,8 @@ def _looping(kernel: Kernel, columns: int, live: int) -> tuple[int, int, int]:
     Such programs are few, about one a multiprocessor, so each reads as much at once as its registers hold.
     """
     most, held = power_of_2(-(-kernel.row_count // 4)), held_values(kernel)
-    for each, warps in (
-        (8, 16),
-        (8, 8),
-        (4, 16),
-        (8, 4),
-        (4, 8),
-        (16, 16),
-        (2, 16),
-        (8, 32),
-        (4, 4),
-        (16, 8),
-        (16, 32),
-    ):
+    order = LOOPING if most > 1 else sorted(LOOPING, key=lambda step: -step[1])  # few rows: many threads for each
+    for each, warps in order:
         rows = each * warps * 32 // columns
         spills = warps >= 16 and held * each * warps > LOOPING_REGISTERS
         if 1 <= rows <= most and _fits(live, rows * columns, warps) and not spills:

@@ -60,20 +60,20 @@ def test_a_gated_unit_and_its_backward_move_each_number_once(kernels, name):
     assert sum(b.size_bytes for b in kernels[name].kernel.buffers) == 6 * 2048 * 1024 * 2
 
 
-@pytest.mark.parametrize("width", [1, 16, 64, 128])
+@pytest.mark.parametrize(("rows", "width"), [(5, 1), (5, 16), (5, 64), (5, 128), (2, 1024), (1, 2048)])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_few_short_rows_do_not_spill(width, capability):
-    """One sequence of a small model: steps of fewer elements than four warps have threads."""
+def test_few_rows_do_not_spill(rows, width, capability):
+    """One short sequence: steps of fewer elements than four warps have threads; long rows with many threads each."""
 
     def norm_backward(g, h, x, mean, rstd, w, r):
         g = g + h
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(g, x, [width], mean, rstd, w, w, [True, True, True])
         return dw, db, r + dx, (r + dx).sum(0, keepdim=True)
 
-    rows, row, each = empty(5, width), empty(width), empty(5, 1)
-    code = one_kernel(norm_backward, rows, rows, rows, each, each, row, rows).code
+    many, row, each = empty(rows, width), empty(width), empty(rows, 1)
+    code = one_kernel(norm_backward, many, many, many, each, each, row, many).code
     for launch in code.printed.launches:
-        assert launch.warps == 1
+        assert (launch.warps == 1) == (width <= 128)
         assert for_cuda(code, launch, capability).spilled_bytes == 0
 
 
