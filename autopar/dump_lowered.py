@@ -7,17 +7,21 @@ show none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Node
 
+from autopar.codegen.cluster import why_alone
+from autopar.codegen.views import SPLITS, packet, view_of
 from autopar.dump import call_text, layout_text, node_text
 from autopar.passes.lower import Graphs
 from autopar.program import Program, record
 
 
 def kernels_text(graphs: Graphs) -> str:
-    """Every generated kernel, equal ones once, below the groups that it runs; empty when there are none."""
+    """Every generated kernel, equal ones once, below the groups that it runs, then what is in no kernel, and why; empty
+    when there are none."""
     found: dict[str, list[str]] = {}
     for which, module in (("forward", graphs.forward), ("backward", graphs.backward)):
         for node in module.graph.nodes:
@@ -26,7 +30,21 @@ def kernels_text(graphs: Graphs) -> str:
                 outputs = ", ".join(f"%{n.name}" for n in sorted(node.users, key=lambda n: str(n.args[1])))
                 text = f"# {which} %{node.name} in {record(node).block or 'no block'}: {outputs}"
                 found.setdefault(group.code.printed.text, []).append(text)  # type: ignore[union-attr]
-    return "\n\n".join("\n".join((*groups, text)) for text, groups in found.items())
+    if not found:
+        return ""
+    return "\n\n".join((*("\n".join((*groups, text)) for text, groups in found.items()), _left_out(graphs)))
+
+
+def _left_out(graphs: Graphs) -> str:
+    """The ops that run by themselves, a line for each kind and reason."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for which, module in (("forward", graphs.forward), ("backward", graphs.backward)):
+        for node in module.graph.nodes:
+            name = packet(node)
+            if node.op == "call_function" and view_of(node) is None and name not in ("", "getitem", *SPLITS):
+                found[which, name, why_alone(node)] += 1
+    lines = (f"# in no kernel, {which}: {name}, {n} times: {why}" for (which, name, why), n in sorted(found.items()))
+    return "\n".join(lines)
 
 
 def forward_text(graphs: Graphs, program: Program, axes: Sequence[str]) -> str:

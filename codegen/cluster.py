@@ -61,6 +61,18 @@ def clusters(graph: Graph) -> list[Group]:
     ]
 
 
+def why_alone(node: Node) -> str:
+    """Why an op is in no group."""
+    if not known(node):
+        return "no formula"
+    items = tuple(u for u in node.users if u.target is operator.getitem)
+    try:
+        tile_of(build((node, *items), items or (node,)).kernel)
+    except (Unfusable, NotLinear, TooWide) as refused:
+        return str(refused)
+    return "joining it with others saves nothing, or may not be done"
+
+
 class _Clusters:
     def __init__(self, graph: Graph) -> None:
         self.order = {n: i for i, n in enumerate(graph.nodes)}

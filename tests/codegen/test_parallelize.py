@@ -61,6 +61,8 @@ def test_kernels_on_equal_the_module_and_are_dumped(tmp_path):
     assert "# gelu_backward gpt.py:" in text
     kernels = text.split("import triton\n")
     assert len(set(kernels)) == len(kernels), "equal kernels are shown once"
+    assert re.search(r"^# in no kernel, forward: addmm, \d+ times: no formula$", text, re.M)
+    assert re.search(r"^# in no kernel, forward: gelu, \d+ times: joining it with others saves nothing", text, re.M)
 
 
 def one_rank(payload):
