@@ -219,7 +219,7 @@ def table(rows: Mapping[str, str], seen: Mapping[str, Seen]) -> Iterator[str]:
     yield f"Made by `python -m tests.bench.kernels_run`, {time.strftime('%Y-%m-%d')}: torch {torch.__version__}. Each"
     yield "kernel of the forward and the backward graph of a rank, against its ATen ops in float32. `different`: texts;"
     yield "`new`: of them, those that no row above has, and that were run for this row. `largest`: the largest error of"
-    yield "a result over what is allowed: 1e-5 of the largest value in float32, on top of that 2 units in the last"
+    yield "a result over what is allowed: 1e-5 of the largest value in float32, on top of that one unit in the last"
     yield "place in half precision. `bytes`: of the kernel that moves most over the least possible. Compiled for sm_80,"
     yield "sm_90, sm_100 and gfx942: the most registers of a thread on the first three, bytes spilled by all of them.\n"
     spilled = [one.spilled for one in seen.values() if one.spilled]
