@@ -43,6 +43,7 @@ from autopar.codegen.kernel import (
     args_of,
     indices,
     merge_axes,
+    without_unread,
 )
 from autopar.codegen.views import At, argument, base_of, given, packet, shape_of, view_of, viewed
 from autopar.program import record
@@ -214,12 +215,18 @@ class _Builder:
             (*inputs, *(_buffer(n) for n in writes)),
             len(inputs),
             tuple(self.steps),
-            tuple(Store(v, place[n], at) for n, v, at in written if at is not None),
+            tuple(Store(self.unrounded(v, n), place[n], at) for n, v, at in written if at is not None),
             tuple(ColumnSum(v, place[n]) for n, v, at in written if at is None),
             len(self.keys),
             tuple(packet(n).rpartition(".")[2] for n in self.members if n.target is not operator.getitem),
         )
-        return Built(merge_axes(kernel), tuple(self.reads), writes, tuple(self.keys))
+        return Built(merge_axes(without_unread(kernel)), tuple(self.reads), writes, tuple(self.keys))
+
+    def unrounded(self, value: int, node: Node) -> int:
+        """What a cast rounds that a store would round."""
+        does = self.steps[value].does
+        rounds = isinstance(does, Apply) and does.formula == composites.ROUNDINGS.get(node.meta["val"].dtype)
+        return does.args[0] if rounds and isinstance(does, Apply) else value
 
     # values
 
@@ -327,6 +334,8 @@ class _Builder:
     def literal(self, value: float | int | bool, kind: str) -> int:
         # 1 and 1.0 and True are equal as keys
         made = bool(value) if kind == "i1" else int(value) if kind[0] == "i" else float(value)
+        if kind == "i32" and not -(2**31) <= made < 2**31:
+            raise NotLinear(f"{made} is no int32")
         return self.step(Literal(made), kind)
 
     def cast(self, step: int, kind: str) -> int:
@@ -351,7 +360,9 @@ class _Builder:
         return self.step(Apply(formula, args), "i1")
 
     def position(self, at: Index, kind: str) -> int:
-        return self.cast(self.step(Position(at), "i64" if kind == "i64" else "i32"), kind)
+        low, high = at.span(self.axes)
+        wide = kind == "i64" or low < -(2**31) or high >= 2**31
+        return self.cast(self.step(Position(at), "i64" if wide else "i32"), kind)
 
     def bits(self, key: Node, at: Index) -> int:
         """Random bits of the element at `at`. key: the node that makes the key."""

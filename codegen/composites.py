@@ -18,7 +18,7 @@ from torch.fx import Node
 from autopar.codegen.formulas import POINTWISE, POWERS, SLOPES
 from autopar.codegen.index import ZERO, Index, NotLinear
 from autopar.codegen.kernel import KINDS
-from autopar.codegen.views import At, argument, base_of, given, packet, shape_of
+from autopar.codegen.views import At, argument, given, packet, shape_of
 
 if TYPE_CHECKING:
     from autopar.codegen.build import _Builder
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SUMS: Mapping[str, str] = {"sum": "sum", "mean": "sum", "amax": "amax", "amin": "amin"}
 """Plain reductions, and how they reduce."""
 ROUNDINGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""Formulas that round, by half precision."""
+"""Formulas of casts to half precision, which round. What is computed in half precision is float32 in a kernel."""
 FEW = 8
 """[derived] numbers that a short reduction is over: as many key heads to a query head as most models have."""
 _JOINS = {"sum": "add", "amax": "maximum", "amin": "minimum"}
@@ -106,6 +106,7 @@ def pointwise(b: _Builder, node: Node, at: At) -> int:
         raise NotLinear(f"{name} with rounding")
     args = [argument(node, i, _NAMES[i]) for i in rule.args]
     wanted = kind
+    common = None
     if rule.compares:
         common = torch.result_type(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
         wanted = KINDS.get(common, "f32")
@@ -117,11 +118,16 @@ def pointwise(b: _Builder, node: Node, at: At) -> int:
     elif kind in ("i32", "i64") and rule.formula not in _WHOLE:
         raise NotLinear(f"{name} of integers")
     steps = [_operand(b, a, at, "i1" if rule.formula == "where" and i == 0 else wanted) for i, a in enumerate(args)]
+    for i, arg in enumerate(args):
+        if common in ROUNDINGS and isinstance(arg, Node) and arg.meta["val"].dtype != common:
+            steps[i] = b.emit(ROUNDINGS[common], steps[i], kind="f32")  # a single number, compared as the others are
     alpha: Any = argument(node, 2, "alpha", 1) if rule.alpha else 1
     if alpha != 1:
         steps[1] = b.emit("mul", steps[1], b.literal(alpha, wanted), kind=wanted)
     if rule.formula == "same":
-        return _rounded(b, node, steps[0]) if name == "_to_copy" else steps[0]
+        dtype = node.meta["val"].dtype
+        narrows = dtype in ROUNDINGS and args[0].meta["val"].dtype != dtype
+        return b.emit(ROUNDINGS[dtype], steps[0], kind="f32") if narrows else steps[0]
     if rule.compares or rule.formula == "not":
         return b.compare(rule.formula, *steps)
     return b.emit(rule.formula, *steps, kind=kind)
@@ -130,15 +136,6 @@ def pointwise(b: _Builder, node: Node, at: At) -> int:
 _NAMES = ("self", "other", "value")
 _WHOLE = frozenset("same add sub mul neg abs square where maximum minimum and or xor relu".split())
 """Formulas that hold for integers."""
-
-
-def _rounded(b: _Builder, node: Node, value: int) -> int:
-    """A number that is cast to half precision and back is meant to be rounded; on the way to memory it is once."""
-    narrow = base_of(given(node)[0])
-    if packet(narrow) != "_to_copy" or not b.inside(narrow) or node.meta["val"].dtype in ROUNDINGS:
-        return value
-    wide, half = given(narrow)[0].meta["val"].dtype, narrow.meta["val"].dtype
-    return b.emit(ROUNDINGS[half], value, kind="f32") if half in ROUNDINGS and wide not in ROUNDINGS else value
 
 
 def _operand(b: _Builder, arg: Any, at: At, kind: str) -> int:

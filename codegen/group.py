@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from autopar.codegen import tune
 from autopar.codegen.code import Code
 from autopar.codegen.load import launch, load
-from autopar.runtime.exported import key_words, laid_out
+from autopar.runtime.exported import OtherLayout, key_words, laid_out
 
 MODES = ("aten", "kernel", "interpreter")
 TORCH_KINDS = {"f32": torch.float32, "f64": torch.float64, "i32": torch.int32, "i64": torch.int64}
@@ -40,6 +40,8 @@ class FusedGroup(nn.Module):
             if self.mode == "kernel" and not self.tuned:
                 self.tuned, self.code = True, tune.tuned(self.code, lambda code: run(code, inputs))
             return run(self.code, inputs, interpret=self.mode == "interpreter")
+        except OtherLayout:
+            return self.aten(*inputs)
         except Exception as error:
             said = next((line for line in str(error).splitlines() if line.strip()), "")
             warnings.warn(

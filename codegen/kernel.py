@@ -12,7 +12,8 @@ Values are numbers of one kind: "f32" (half precision too: loaded, computed with
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -202,6 +203,36 @@ def indices(does: Does) -> tuple[Index, ...]:
     if isinstance(does, (Position, Bits)):
         return (does.at,)
     return tuple(c.index for c in does.where) if isinstance(does, Inside) else ()
+
+
+def without_unread(kernel: Kernel) -> Kernel:
+    """Without steps that nothing is made of."""
+    kept: set[int] = set()
+    stack = list(kernel.written)
+    while stack:
+        place = stack.pop()
+        if place not in kept:
+            kept.add(place)
+            stack += args_of(kernel.steps[place].does)
+    if len(kept) == len(kernel.steps):
+        return kernel
+    new = {old: i for i, old in enumerate(sorted(kept))}
+    return replace(
+        kernel,
+        steps=tuple(replace(kernel.steps[old], does=_renumbered(kernel.steps[old].does, new)) for old in new),
+        stores=tuple(replace(s, value=new[s.value]) for s in kernel.stores),
+        sums=tuple(replace(s, value=new[s.value]) for s in kernel.sums),
+    )
+
+
+def _renumbered(does: Does, new: Mapping[int, int]) -> Does:
+    if isinstance(does, Apply):
+        return Apply(does.formula, tuple(new[a] for a in does.args))
+    if isinstance(does, Reduce):
+        return Reduce(does.how, new[does.arg])
+    if isinstance(does, Load):
+        return replace(does, gather=tuple((new[v], stride, places) for v, stride, places in does.gather))
+    return does
 
 
 def merge_axes(kernel: Kernel) -> Kernel:

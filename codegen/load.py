@@ -96,7 +96,8 @@ def interpreting() -> Iterator[None]:
 
     Triton decides at its own import whether its library (`tl.sum`, `tl.max`, ...) is interpreted. Here it was imported
     for a device, so these few are replaced while a kernel runs. So is its cast between float32 and bfloat16, which
-    cuts off where devices round to the nearest even number, and its assertion, which asserts nothing.
+    cuts off where devices round to the nearest even number, its spreading of one truth value, which makes a float32 of
+    it, and its assertion, which asserts nothing.
     """
     import triton
     import triton.language as tl
@@ -108,7 +109,8 @@ def interpreting() -> Iterator[None]:
         "min": tl.standard._elementwise_min,
     }
     before = {name: getattr(tl, name) for name in (*combine, "device_assert")}
-    interpreted, cast = triton.knobs.runtime.interpret, InterpreterBuilder.cast_impl
+    interpreted = triton.knobs.runtime.interpret
+    cast, splat = InterpreterBuilder.cast_impl, InterpreterBuilder.create_splat
 
     def reducer(function: Any) -> Any:
         return lambda value, axis=None, keep_dims=False: tl.reduce(value, axis, function, keep_dims=keep_dims)
@@ -119,18 +121,30 @@ def interpreting() -> Iterator[None]:
             setattr(tl, name, reducer(function))
         tl.device_assert = _assert
         InterpreterBuilder.cast_impl = _cast_rounded(cast)
+        InterpreterBuilder.create_splat = _splat_truth(splat)
         yield
     finally:
         triton.knobs.runtime.interpret = interpreted
-        InterpreterBuilder.cast_impl = cast
+        InterpreterBuilder.cast_impl, InterpreterBuilder.create_splat = cast, splat
         for name, function in before.items():
             setattr(tl, name, function)
 
 
 def _assert(condition: Any, message: str, mask: Any = None) -> None:
-    held = condition.handle.data
-    if not np.all(held if mask is None else held | ~mask.handle.data):
+    held, wanted = (getattr(getattr(x, "handle", None), "data", x) for x in (condition, mask))
+    if not np.all(held if wanted is None else held | np.logical_not(wanted)):
         raise IndexError(message)
+
+
+def _splat_truth(splat: Callable[..., Any]) -> Callable[..., Any]:
+    """What a comparison gives keeps the kind of what was compared."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def spread(builder: Any, shape: Any, value: Any) -> Any:
+        return splat(builder, shape, TensorHandle(value.data, tl.int1) if value.data.dtype == np.bool_ else value)
+
+    return spread
 
 
 def _cast_rounded(otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +168,9 @@ def _cast_rounded(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 def launch(function: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, *, interpret: bool = False) -> None:
     """Run one function of a loaded module."""
     if interpret:
-        with interpreting(), np.errstate(all="ignore"):  # lanes beyond a mask compute what nobody stores
+        # lanes beyond a mask compute what nobody stores
+        with interpreting(), np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of rows of NaN
             function[grid](*args)
     else:
         function[grid](*args, num_warps=warps, enable_fp_fusion=True)

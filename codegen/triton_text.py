@@ -85,7 +85,9 @@ class _Printer:
         reach = [
             b.strides and sum((n - 1) * s for n, s in zip(b.shape, b.strides, strict=True)) for b in kernel.buffers
         ]
-        self.wide = max([0, *(int(r or 0) for r in reach)], default=0) >= 2**31
+        positions = [s.does.at.span(kernel.axes) for s in kernel.steps if isinstance(s.does, Position)]
+        far = [abs(end) for span in positions for end in span]
+        self.wide = max([0, *far, *(int(r or 0) for r in reach)], default=0) >= 2**31
         self.loops = bool(kernel.sums)
 
     def run(self) -> Printed:

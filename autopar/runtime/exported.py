@@ -107,14 +107,27 @@ def need_interpreter() -> None:
         )
 
 
+class OtherLayout(ValueError):
+    """A tensor for which a kernel was not printed; the ops that the kernel stands for take it."""
+
+
 def laid_out(value: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor in the strides that a kernel was printed for: a caller may lay its inputs out otherwise."""
+    """The tensor in the strides that a kernel was printed for: a caller may lay its inputs out otherwise.
+
+    Raises:  OtherLayout: it was one number along a dim when the program was lowered, and is not now.
+    """
     if value.stride() == strides or value.numel() <= 1:
         return value
     if all(a == b or n == 1 for a, b, n in zip(value.stride(), strides, value.shape, strict=True)):
         return value
-    found = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return found.copy_(value)
+    once = value
+    for dim, (here, wanted) in enumerate(zip(value.stride(), strides, strict=True)):
+        if wanted == 0 and value.shape[dim] > 1:
+            if here != 0:
+                raise OtherLayout(f"a value of {tuple(value.shape)} was one number along dim {dim} when it was lowered")
+            once = once.narrow(dim, 0, 1)
+    found = torch.empty_strided(once.shape, strides, dtype=value.dtype, device=value.device)
+    return found.copy_(once).expand(value.shape)
 
 
 def key_words(key: Tensor) -> tuple[int, int]:

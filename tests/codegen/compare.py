@@ -1,7 +1,7 @@
 """Kernels in Triton's interpreter against the ATen ops that they replace.
 
-The reference of a half-precision group is the same ops in float32, without rounding in between: a kernel rounds once,
-and where float32 is cast to half precision and back.
+The reference of a half-precision group is the same ops in float32, without rounding in between but where the program
+casts to half precision.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from autopar.codegen.group import FusedGroup, run
-from autopar.codegen.views import view_of
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -35,23 +34,11 @@ class InFloat32(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         found = super().run_node(n)
-        source = n.all_input_nodes[0].meta["val"] if n.target is CAST else None
-        if source is not None and n.meta["val"].dtype in HALF and source.dtype not in HALF and _widened(n):
-            return found.to(n.meta["val"].dtype).float()
-        return found
+        dtype = n.meta["val"].dtype if n.target is CAST else None
+        return found.to(dtype).float() if dtype in HALF and n.all_input_nodes[0].meta["val"].dtype != dtype else found
 
 
 CAST = torch.ops.aten._to_copy.default
-
-
-def _widened(node: Node) -> bool:
-    """Is it cast to float32 again, maybe as a view?"""
-    for user in node.users:
-        if user.target is CAST and user.meta["val"].dtype not in HALF:
-            return True
-        if view_of(user) is not None and _widened(user):
-            return True
-    return False
 
 
 def random_input(node: Node, generator: torch.Generator) -> Tensor:

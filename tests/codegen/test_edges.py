@@ -55,6 +55,33 @@ CASES = {
     "rounding on the way": (lambda x: x * 2 - (x * 2).bfloat16().float(), (X.sin(),)),
     "rounding to float16 on the way": (lambda x: x * 2 - (x * 2).half().view(4, 3).float().view(3, 4), (X.sin(),)),
     "comparison in half precision": (lambda x: (x * 1 == 0.1) | (x * 1 > 0.3), (torch.tensor([0.1, 0.2]).bfloat16(),)),
+    "comparison with one number": (
+        lambda x, t: (x * 1 == t, x * 1 == t * 1), (torch.tensor([0.1, 0.2]).bfloat16(), torch.tensor(0.1))
+    ),
+    "rounding before whole numbers": (lambda x: (x * 1).bfloat16().long() + 1, (torch.tensor([2047.9, -333.7]),)),
+    "rounding before truth": (lambda x: (x * 1e-9).half().bool() | False, (torch.tensor([1000.6, 0.2, 5.99]),)),
+    "rounding before an index": (
+        lambda x, t: t.gather(0, (x * 1).half().long()) * 2, (torch.tensor([2049.0, 4097.9]), torch.arange(5000.0))
+    ),
+    "half precision to the other": (lambda x: x.half().float() * 1, (torch.tensor([1e5, 1e-8, 0.3]).bfloat16(),)),
+    "and back": (lambda x: x.bfloat16().half() - x, (X.sin().half(),)),
+    "a copy of what was rounded": (lambda x: (x * 2).bfloat16().clone().float() - x * 2, (X.sin(),)),
+    "positions beyond 32 bits": (
+        lambda x: (
+            x + torch.arange(0, 2**33, 2**30),
+            x.float() + torch.arange(0, 2**33, 2**30, dtype=torch.float32),
+            x + torch.arange(2**33, 2**33 + 8),
+        ),
+        (torch.arange(8),),
+    ),
+    "a number beyond 32 bits": (lambda x: (x.int() + 2**31, x * 2 + 1), (torch.arange(4),)),
+    "truth of one number and of many": (
+        lambda s, x: ((s >= 0) & (x < 1), (s < 0) | (x > 0)), (torch.tensor(1.5), X.sin())
+    ),
+    "a mask that is never true": (
+        lambda v, i: v.gather(0, i).reshape(2, 1, 1).tril(-2) + 1, (torch.randn(16), torch.tensor([1, 2]))
+    ),
+    "a row of NaN": (lambda x: (x * 1).softmax(-1) + 0, (torch.tensor([[NAN, NAN], [1, 2]]),)),
     "the largest beside NaN": (lambda x: ((x * 2).amax(-1), (x * 2).amin(-1)), (torch.tensor([[1, NAN], [1, 2]]),)),
     "integers have no NaN": (lambda x: ((x * 2).amax(-1), (x * 2).amin(-1)), (torch.tensor([[1, 4], [5, 2]]),)),
     "-0": (lambda x: 1 / torch.relu(x * 1), (torch.tensor([-0.0, 1.0, 0.0, -1.0]),)),
@@ -177,3 +204,29 @@ def test_an_index_out_of_range_is_an_error(ids):
     with pytest.warns(UserWarning, match=r"IndexError\('index out of range'\)\); its ops run one by one"):
         with pytest.raises(IndexError):
             module(*inputs)
+
+
+class Expands(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, m):
+        return F.silu(self.linear(x) * m.expand(4, -1, -1) + m).square().mean()
+
+
+def test_another_layout_of_an_expanded_value():
+    x, m = torch.randn(4, 3, 6), torch.rand(3, 6)
+    model = autopar.parallelize(Expands(), autopar.Mesh("1"), example_args=(x, m), kernels="on")
+    plain = Expands()
+    plain.load_state_dict(model.state_dict())
+    for mask in (m, torch.rand(6, 3).t()):
+        torch.testing.assert_close(model(x, mask), plain(x, mask))
+
+
+def test_what_is_no_longer_expanded_runs_as_its_ops():
+    module = Fuse("interpreter").run(trace(lambda x, m: x * m + m, X, torch.ones(1, 4).expand(3, 4)))
+    for mask in (torch.ones(1, 4).expand(3, 4), X.cos(), torch.rand(1, 4).expand(3, 4)):
+        torch.testing.assert_close(module(X, mask), X * mask + mask)
+    (group,) = (m for m in module.modules() if isinstance(m, FusedGroup))
+    assert group.mode == "interpreter"
