@@ -18,7 +18,7 @@ from autopar.api import _plan_of, _prepare
 from autopar.assemble import levels_by_block, reduced_in
 from autopar.codegen.python_pipeline import pipeline_text
 from autopar.codegen.python_text import Traced, python_text
-from autopar.errors import MeshError
+from autopar.errors import MeshError, UnsupportedOpError
 from autopar.mesh import LogicalMesh, with_pipeline
 from autopar.passes.cast import Cast
 from autopar.passes.shard import Shard
@@ -136,6 +136,8 @@ def _pipeline_text(
     part = cut_stages(staging, prepared, decisions, found.built.roles.batch)
     if cast is not None:
         part = replace(part, whole=cast.run(part.whole))  # what is stored
+    if lowering is not None and not any(s.trainable for stage in part.stages for s in stage.program.sources):
+        raise UnsupportedOpError(f"{part.whole.name} has no parameter that takes a gradient: it has no backward graph")
     schedule = build(chosen.schedule, stages, chosen.virtual_stages, chosen.microbatches)
 
     def traced(stage: StageProgram) -> Traced | None:

@@ -8,7 +8,6 @@ function for each different stage, the cut of each micro-batch, tables. Beside w
 
 from __future__ import annotations
 
-import pprint
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +26,7 @@ from autopar.schedule.table import Schedule
 
 ACTIONS_A_LINE = 16
 IN = 8 * " "
+WIDTH = 110
 RUNTIME = "autopar.runtime.exported_pipeline"
 
 
@@ -81,9 +81,10 @@ class _Pipeline(File):
         yield ""
         yield from textwrap.wrap(
             f"A call runs the schedule {schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks, {count} "
-            f"micro-batch{'es' if count > 1 else ''}. With a loss among the outputs a call in training runs all "
-            "backwards, too, and `backward()` of the loss hands the gradients over. This rank's part of it, as work, "
-            "stage and micro-batch (F: forward, B: backward; I, W: gradients of inputs, of weights):",
+            f"micro-batch{'es' if count > 1 else ''}, and gives every rank of the pipeline the outputs of all. With a "
+            "loss among them a call in training runs all backwards, too, of the loss alone, and its `backward()` hands "
+            "the gradients over. This rank's part of it, as work, stage and micro-batch (F: forward, B: backward; I, W: "
+            "gradients of inputs, of weights):",
             104,
         )
         yield ""
@@ -185,13 +186,14 @@ class _Pipeline(File):
         yield ""
         yield "PIPELINE = Pipelined("
         yield f"    schedule={(schedule.name, schedule.ranks, self.virtual, schedule.microbatches)!r},"
+        yield "    axes=tuple(AXES),"
         yield f"    axis={self.pipeline!r},"
         yield f"    lines={f'AXES[{self.pipeline!r}]' if self.pipeline else '[]'},"
         yield f"    rank={self.rank},"
         yield from _argument("sources", tuple(s.path for s in program.sources if s.kind in kinds))
         yield from _argument("inputs", tuple(s.path for s in program.sources if s.kind == "input"))
         yield "    microbatches=("
-        yield from textwrap.wrap(", ".join(self.table_of) + ",", 110, initial_indent=IN, subsequent_indent=IN)
+        yield from textwrap.wrap(", ".join(self.table_of) + ",", WIDTH, initial_indent=IN, subsequent_indent=IN)
         yield "    ),"
         yield "    here={"
         yield from here
@@ -230,17 +232,23 @@ def _stage(stage: StageValues) -> Iterator[str]:
     yield "    ),"
 
 
-def _argument(name: str, value: object, indent: str = "    ") -> Iterator[str]:
+def _argument(name: str, value: tuple[Any, ...] | dict[Any, Any], indent: str = "    ") -> Iterator[str]:
     """A keyword argument of any length, in lines."""
-    first, *rest = pprint.pformat(value, width=110 - len(indent), compact=True, sort_dicts=False).splitlines()
-    if not rest:
-        yield f"{indent}{name}={first},"
+    whole = f"{indent}{name}={value!r},"
+    if len(whole) <= WIDTH:
+        yield whole
         return
-    yield f"{indent}{name}={first[0]}"
-    yield f"{indent}    {first[1:]}"
-    yield from (f"{indent}    {line.strip()}" for line in rest[:-1])
-    yield f"{indent}    {rest[-1].strip()[:-1]},"
-    yield f"{indent}{rest[-1][-1]},"
+    first, last = repr(value)[0], repr(value)[-1]
+    items = [f"{k!r}: {v!r}," for k, v in value.items()] if isinstance(value, dict) else [f"{v!r}," for v in value]
+    yield f"{indent}{name}={first}"
+    line = f"{indent}   "
+    for item in items:
+        if len(line) + len(item) >= WIDTH and line.strip():
+            yield line
+            line = f"{indent}   "
+        line += f" {item}"
+    yield line
+    yield f"{indent}{last},"
 
 
 def _value(value: Value) -> str:

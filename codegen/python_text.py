@@ -53,6 +53,10 @@ def python_text(
     return _Whole(program, mesh, rank, device, graphs).text()
 
 
+TABLES = {"PARAMETERS": "parameter", "BUFFERS": "buffer", "CONSTANTS": "constant", "INPUTS": "input"}
+"""The tables of a file -> the kind of source that each lists."""
+
+
 class File:
     """What all exported files have: a head with the axes and what the program reads, kernels, functions."""
 
@@ -61,7 +65,7 @@ class File:
         self.axes = tuple(a.name for a in mesh.axes)
         self.kernels = Kernels()
         self.imports: dict[str, set[str]] = {
-            "autopar.runtime.exported": {"connect"},
+            "autopar.runtime.exported": {"check", "connect"},
             "autopar.runtime.moves": {"use_groups"},
         }
 
@@ -143,10 +147,8 @@ class File:
             yield f"    {axis.name!r}: {[list(line) for line in sorted(lines)]},"
         yield "}"
         yield '"""For each axis the ranks that differ on that axis alone."""'
-        yield from self._table("PARAMETERS", "parameter")
-        yield from self._table("BUFFERS", "buffer")
-        yield from self._table("CONSTANTS", "constant")
-        yield from self._table("INPUTS", "input")
+        for name, kind in TABLES.items():
+            yield from self._table(name, kind)
         if self.new_values:
             yield ""
             yield "NEW_VALUES = {"
@@ -157,7 +159,7 @@ class File:
         yield ""
         yield "def groups():"
         yield '    """The process groups behind the axes, for this rank; every rank calls this once."""'
-        yield f"    return connect(AXES, {self.rank})"
+        yield f"    return connect(AXES, {self.rank}, {mesh.size})"
         if self.constants:
             yield ""
             yield ""
@@ -170,7 +172,7 @@ class File:
 
     def _table(self, name: str, kind: str) -> Iterator[str]:
         """Shapes and dtypes of what the caller gives; nothing where there is none."""
-        found = [(node, source) for node, source in self._placeholders(kind) if source.path not in self.constants]
+        found = self._given(kind)
         if not found:
             return
         yield ""
@@ -185,13 +187,19 @@ class File:
             yield '"""Tensors that forward makes, or takes from outside the model, where the comment says. They have no'
             yield f'values here: more than {LITERAL_ELEMENTS} elements, or a model that was exported without values."""'
 
+    def _given(self, kind: str) -> list[tuple[Node, Source]]:
+        """What the caller gives of a kind."""
+        return [(node, source) for node, source in self._placeholders(kind) if source.path not in self.constants]
+
     def forward_head(self) -> Iterator[str]:
         """The first lines of `forward`."""
+        named = ", ".join(f"**{name}" for name, kind in TABLES.items() if kind != "input" and self._given(kind))
         yield ""
         yield ""
         yield "def forward(parameters, inputs):"
         if self.constants:
             yield "    parameters = {**constants(), **parameters}"
+        yield f"    check(parameters, {{{named}}}, inputs, {'INPUTS' if self._given('input') else '{}'})"
 
     def layout_of(self, node: Node) -> str:
         return layout_text(record(node), self.axes)

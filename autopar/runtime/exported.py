@@ -12,17 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.errors import MeshError, PlanError
 from autopar.runtime import random
 from autopar.runtime.backward_split import Split, splittable
 from autopar.runtime.moves import group_names
+from autopar.runtime.process_mesh import check_world
 from autopar.runtime.transfer import AxisGroup
 
 
-def connect(lines: Mapping[str, Sequence[Sequence[int]]], rank: int) -> dict[str, AxisGroup]:
+def connect(lines: Mapping[str, Sequence[Sequence[int]]], rank: int, size: int) -> dict[str, AxisGroup]:
     """The process groups behind the axes, for this rank; every rank calls this once.
 
-    Args:    lines: for each axis the ranks that differ on that axis alone.
+    Args:    lines: for each axis the ranks that differ on that axis alone. rank, size: whose program this is.
+    Raises:  MeshError: this process is another rank, or of another number of them.
     """
+    if size > 1:
+        check_world(size)
+        here = dist.get_rank()
+        if here != rank:
+            raise MeshError(f"this file is the program of rank {rank} of {size}; this process is rank {here}")
     found = {}
     for axis, of_axis in lines.items():
         for ranks in of_axis:
@@ -30,6 +38,29 @@ def connect(lines: Mapping[str, Sequence[Sequence[int]]], rank: int) -> dict[str
             if rank in ranks:
                 found[axis] = AxisGroup(group, len(ranks), list(ranks).index(rank))
     return found
+
+
+Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype by name."""
+
+
+def check(parameters: Mapping[str, Tensor], named: Expected, inputs: Sequence[Tensor], ordered: Expected) -> None:
+    """Is this what a program was exported for? Asked before anything is sent.
+
+    Raises:  PlanError: a parameter that is missing, another number of inputs, another shape or dtype.
+    """
+    missing = [name for name in named if name not in parameters]
+    if missing:
+        raise PlanError(f"{missing[0]} is missing: `parameters` holds this rank's part of {len(named)} tensors by name")
+    if isinstance(inputs, Tensor) or len(inputs) != len(ordered):
+        told = "one tensor" if isinstance(inputs, Tensor) else str(len(inputs))
+        raise PlanError(f"inputs: {told}; this program takes a sequence of {len(ordered)}: {', '.join(ordered)}")
+    given = {**{name: parameters[name] for name in named}, **dict(zip(ordered, inputs, strict=True))}
+    for name, (shape, dtype) in {**named, **ordered}.items():
+        value = given[name]
+        if tuple(value.shape) != shape or value.dtype != dtype:
+            said = f"{name} is {tuple(value.shape)}, {value.dtype}"
+            raise PlanError(f"{said}; this program was exported for {shape}, {dtype}")
 
 
 @dataclass(frozen=True, eq=False)

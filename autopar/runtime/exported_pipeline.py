@@ -22,6 +22,7 @@ from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.pipeline_asynchronous import AsynchronousPipeline
 from autopar.runtime.pipeline_program import PipelineProgram, Result, StageValues, Value
 from autopar.runtime.process_mesh import Line
+from autopar.runtime.transfer import AxisGroup
 from autopar.schedule.build import build
 
 
@@ -73,13 +74,14 @@ def output(
 class Pipelined:
     """The whole program of a rank.
 
-    Fields:  schedule: name, ranks, stages a rank, micro-batches. axis: the pipeline's; none on one rank. lines: the
-             ranks that hold it, for each place on the other axes. rank: this one. sources: parameters, buffers and
-             constants, then inputs. microbatches: the stages of each, by number. here: by stage and micro-batch. The
-             others: see `PipelineProgram`.
+    Fields:  schedule: name, ranks, stages a rank, micro-batches. axes: all; axis: the pipeline's, none on one rank.
+             lines: the ranks that hold it, for each place on the other axes. rank: this one. sources: parameters,
+             buffers and constants, then inputs. microbatches: the stages of each, by number. here: by stage and
+             micro-batch. The others: see `PipelineProgram`.
     """
 
     schedule: tuple[str, int, int, int]
+    axes: Sequence[str]
     axis: str
     lines: Sequence[Sequence[int]]
     rank: int
@@ -95,22 +97,25 @@ class Pipelined:
     owners: Mapping[str, tuple[int, ...]]
     forward_only: bool
     run: Pipeline | None = field(default=None, init=False)
+    groups: Mapping[str, AxisGroup] = field(default_factory=dict, init=False)
+    """With which `run` was connected."""
 
     def __call__(self, parameters: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """This rank's part of each output. parameters: those that its stages read, by name, buffers and constants."""
-        if self.run is None:
-            self.run = self.connected()
+        groups = groups_in_use()
+        missing = [axis for axis in self.axes if axis not in groups]
+        if missing:
+            raise PlanError("an exported pipeline runs under `use_groups(groups())`: call `forward` inside it")
+        if self.run is None or any(groups[a] is not self.groups[a] for a in self.axes):
+            if isinstance(self.run, AsynchronousPipeline):
+                raise PlanError("an asynchronous pipeline still runs earlier calls, which had other groups")
+            self.run, self.groups = self.connected(groups), groups
         return self.run(*(parameters.get(path) for path in self.sources), *inputs)
 
-    def connected(self) -> Pipeline:
-        """The pipeline on the groups that are in use. Raises: PlanError: there are none."""
-        groups = groups_in_use()
+    def connected(self, groups: Mapping[str, AxisGroup]) -> Pipeline:
+        """The pipeline on these groups."""
         line = None
         if self.axis:
-            if self.axis not in groups:
-                raise PlanError(
-                    "an exported pipeline runs under `use_groups(groups())`, which names its process groups"
-                )
             group = groups[self.axis].group
             assert isinstance(group, dist.ProcessGroup)
             ranks = next(tuple(line) for line in self.lines if self.rank in line)

@@ -4,13 +4,15 @@ import pathlib
 import tempfile
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import MeshError, PlanError, UnsupportedOpError
 from autopar.export import export_text
+from autopar.runtime.exported import connect
 from autopar.runtime.launch import CAPTURE, run_ranks_local
 from autopar.runtime.moves import use_groups
 from tests.codegen.test_export import batch, built, difference, load
@@ -48,6 +50,8 @@ def compare(payload):
         m = autopar.parallelize(built(kind), mesh, example_args=args, pin=pin, precision=options.get("precision"))
         with tempfile.TemporaryDirectory() as folder:
             found[name] = difference(load(text, pathlib.Path(folder)), m, args)
+    with pytest.raises(MeshError, match=r"this file is the program of rank \d of \d; this process is rank \d"):
+        connect({}, dist.get_rank() ^ 1, dist.get_world_size())
     if dist.get_world_size() == 2:
         found |= {name: calls_in_a_row(name) for name in ASYNCHRONOUS}
     return found
@@ -141,8 +145,57 @@ def test_what_a_reader_sees(tmp_path):
     compile(text, "exported", "exec")
 
 
+def zeros(module):
+    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in module.PARAMETERS.items()}
+
+
 def test_a_call_without_groups_is_one_line(tmp_path):
     args, text = exported(tmp_path, microbatches=2, schedule="1f1b")
     module = load(text, tmp_path)
     with pytest.raises(PlanError, match=r"^an exported pipeline runs under `use_groups\(groups\(\)\)`"):
-        module.forward({}, args)
+        module.forward(zeros(module), args)
+
+
+@pytest.mark.parametrize("pin", [{}, {"microbatches": 2}])
+def test_only_what_it_was_exported_for(tmp_path, pin):
+    """Before anything is computed or sent: what is cut into micro-batches would else be cut from a larger batch."""
+    args, _ = inputs("gpt")
+    text = export_text(build("gpt"), autopar.Mesh("1"), example_args=args, pin=pin, backward=True)
+    module = load(text, tmp_path)
+    parameters, first = zeros(module), next(iter(module.PARAMETERS))
+    other = {**parameters, first: torch.zeros(1)}
+    more = tuple(torch.cat([a, a]) for a in args)
+    for given, wrong, said in (
+        (parameters, more, r"args\[0\] is \(\d+, \d+\), torch.int64; this program was exported for \("),
+        (parameters, args[:1], r"inputs: 1; this program takes a sequence of 2: args\[0\], args\[1\]"),
+        (parameters, args[0], "inputs: one tensor; this program takes a sequence of 2"),
+        (parameters, (args[0], args[1].int()), r"args\[1\] is .*, torch.int32; this program was exported for"),
+        ({}, args, f"{first} is missing"),
+        (other, args, rf"{first} is \(1,\), torch.float32; this program was exported for"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            module.forward(given, wrong)
+
+
+def test_backward_of_a_frozen_model_is_refused():
+    args, _ = inputs("gpt")
+    model = build("gpt").requires_grad_(False)
+    with pytest.raises(UnsupportedOpError, match="no parameter that takes a gradient"):
+        export_text(model, autopar.Mesh("1"), example_args=args, pin={"microbatches": 2}, backward=True)
+
+
+def test_one_long_name_is_an_argument(tmp_path):
+    long = "a very long name " * 12
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pd = nn.ParameterDict({long: nn.Parameter(torch.ones(8))})
+
+        def forward(self, x):
+            return (x * next(iter(self.pd.values()))).square().mean()
+
+    x = torch.randn(4, 8)
+    text = export_text(Named(), autopar.Mesh("1"), example_args=(x,), pin={"microbatches": 2})
+    (loss,) = load(text, tmp_path).forward({f"pd.{long}": torch.ones(8)}, (x,))
+    torch.testing.assert_close(loss, x.square().mean())
