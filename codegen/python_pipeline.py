@@ -83,8 +83,8 @@ class _Pipeline(File):
             f"A call runs the schedule {schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks, {count} "
             f"micro-batch{'es' if count > 1 else ''}, and gives every rank of the pipeline the outputs of all. With a "
             "loss among them a call in training runs all backwards, too, of the loss alone, and its `backward()` hands "
-            "the gradients over. This rank's part of it, as work, stage and micro-batch (F: forward, B: backward; I, W: "
-            "gradients of inputs, of weights):",
+            "the gradients over. This rank's part of it, as work, stage and micro-batch (F: forward, B: backward; I, "
+            "W: gradients of inputs, of weights):",
             104,
         )
         yield ""
