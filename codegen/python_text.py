@@ -10,6 +10,7 @@ import names, such as a user's own `autograd.Function`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,7 +58,7 @@ TABLES = {"PARAMETERS": "parameter", "BUFFERS": "buffer", "CONSTANTS": "constant
 """The tables of a file -> the kind of source that each lists."""
 
 
-class File:
+class File(ABC):
     """What all exported files have: a head with the axes and what the program reads, kernels, functions."""
 
     def __init__(self, program: Program, mesh: LogicalMesh, rank: int, device: str) -> None:
@@ -76,9 +77,9 @@ class File:
             self.imports["autopar.runtime.exported"].add("need_interpreter")
         return "\n".join((*self._head(bool(kernels)), *kernels, *body)) + "\n"
 
+    @abstractmethod
     def body(self) -> Iterator[str]:
         """What follows the kernels; with `forward`."""
-        raise NotImplementedError
 
     def about(self) -> Iterator[str]:
         """What the docstring says after its first line."""
