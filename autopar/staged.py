@@ -39,8 +39,7 @@ from autopar.rules.analyse import value_of
 from autopar.rules.decisions import Decisions
 from autopar.runtime.module import Lowered
 from autopar.runtime.parameters import as_dtensor
-from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.pipeline_asynchronous import AsynchronousPipeline
+from autopar.runtime.pipeline_asynchronous import pipeline_of
 from autopar.runtime.pipeline_program import PipelineProgram, RankPart, Result, StageProgram, Stages, renumbered
 from autopar.runtime.process_mesh import ProcessMesh
 from autopar.schedule.build import build
@@ -129,9 +128,8 @@ class _Builder:
             for stage in found.stages:
                 self.dump.write("stage", stage.program)
         sinks = {i: (*self.wraps[i], "plain") for i in program.results}
-        kind = AsynchronousPipeline if self.schedule.asynchronous else Pipeline
         mesh = self.staging.mesh
-        return Lowered(found.whole, kind(program, self.schedule, mesh.groups, mesh.line), sinks)
+        return Lowered(found.whole, pipeline_of(program, self.schedule, mesh.groups, mesh.line), sinks)
 
     def cut_all(self) -> RankPart:
         first = self.local(0)

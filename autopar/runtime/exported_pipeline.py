@@ -19,7 +19,7 @@ from autopar.layout import Placement
 from autopar.program import Source
 from autopar.runtime.moves import groups_in_use
 from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.pipeline_asynchronous import AsynchronousPipeline
+from autopar.runtime.pipeline_asynchronous import AsynchronousPipeline, pipeline_of
 from autopar.runtime.pipeline_program import PipelineProgram, Result, StageValues, Value
 from autopar.runtime.process_mesh import Line
 from autopar.runtime.transfer import AxisGroup
@@ -133,9 +133,7 @@ class Pipelined:
             constants=self.constants,
             forward_only=self.forward_only,
         )
-        schedule = build(*self.schedule)
-        kind = AsynchronousPipeline if schedule.asynchronous else Pipeline
-        return kind(program, schedule, groups, line)
+        return pipeline_of(program, build(*self.schedule), groups, line)
 
     def with_cut(self, stage: StageValues, microbatch: int) -> StageValues:
         here = self.here.get((stage.index, microbatch))

@@ -218,3 +218,11 @@ def _wait(losses: list[tuple[dict[int, torch.Tensor], list[Any]]], sending: list
     for work in [w for _, works in losses for w in works] + [w for w, _ in sending]:
         with contextlib.suppress(RuntimeError):  # a rank that is gone waits for nothing
             work.wait()
+
+
+def pipeline_of(
+    program: PipelineProgram, schedule: Schedule, groups: Mapping[str, AxisGroup], line: Line | None
+) -> Pipeline:
+    """What runs a program under a schedule of either kind. Raises: PlanError: as `AsynchronousPipeline`."""
+    kind = AsynchronousPipeline if schedule.asynchronous else Pipeline
+    return kind(program, schedule, groups, line)
