@@ -228,6 +228,7 @@ def _plan_of(
             request.profile,
             request.settings,
             recompute=request.recompute,
+            outputs=request.outputs,
             dump=request.dump,
             progress=tell,
         )

@@ -20,11 +20,11 @@ from torch.fx import Graph, GraphModule
 
 from autopar.capture import capture
 from autopar.compiled import Compiled
-from autopar.cost.hardware import Profile, load_profile
+from autopar.cost.hardware import Profile
 from autopar.dump import Dump
 from autopar.layout import I, Layout, Parts
-from autopar.mesh import LogicalMesh, Mesh, factor_axes, inside_stage
-from autopar.outputs import output_kinds
+from autopar.mesh import LogicalMesh, Mesh, factor_axes
+from autopar.outputs import loss_of, output_kinds
 from autopar.passes.cast import Cast
 from autopar.passes.check import check_layouts
 from autopar.passes.normalize import Normalize
@@ -39,11 +39,11 @@ from autopar.runtime.module import Lowered
 from autopar.solver.decide import decide
 from autopar.solver.problem_text import problem_text
 from autopar.solver.report import fixed_of, make_plan, mesh_of
-from autopar.solver.search import Found, on_axes, search
-from autopar.solver.settings import Settings
+from autopar.solver.search import Found, on_axes
+from autopar.solver.settings import Settings, Shape
+from autopar.solver.shapes import best_shape
 from autopar.solver.sinks import sink_values
 from autopar.solver.stages import pipeline_plan
-from autopar.solver.step import with_idle_cores
 
 UNLIMITED_BYTES = 2**60
 
@@ -130,24 +130,29 @@ def choose(
     settings: Settings,
     *,
     recompute: tuple[str, ...],
+    outputs: str = "auto",
     dump: Dump | None = None,
     progress: Progress = _silent,
 ) -> Plan:
-    """Price and solve; the best plan. recompute: the levels that may be chosen."""
+    """Price and solve; the best plan. recompute: the levels that may be chosen. outputs: as asked for; a model whose
+    outputs are all wanted gets no pipeline unasked.
+    """
     progress("solve")
     started = time.perf_counter()
-    levels = (settings.pins.recompute,) if settings.pins.recompute is not None else recompute
-    stage = inside_stage(topology, settings.pins.degrees.get("pp", 1))
-    inner = settings.inside_stage()
-    found = search(prepared.analysis, stage, profile, inner, prepared.sinks, levels=levels)
+    analysis, pins = prepared.analysis, settings.pins
+    levels = (pins.recompute,) if pins.recompute is not None else recompute
+    lossy = outputs == "auto" and loss_of(prepared.program, analysis.grads) is not None
+    unasked = lossy and prepared.program.training
+    shaped = best_shape(analysis, topology, profile, settings, prepared.sinks, levels, unasked, progress)
+    found = shaped.found
     if dump is not None:
         dump.write("solve", None, extra=problem_text(found.built, found.solution))
-    plan = make_plan(prepared.analysis, found, inner, prepared.sinks, prepared.capture_s, time.perf_counter() - started)
-    if not settings.pins.staged:
-        return plan
-    staged = pipeline_plan(plan, prepared.analysis, found, settings, topology, prepared.sinks)
-    crowding = load_profile(topology.device).crowding(topology.levels[0])
-    return replace(staged, predicted=with_idle_cores(staged.predicted, crowding)) if crowding > 1 else staged
+    plan = make_plan(
+        analysis, found, shaped.settings, prepared.sinks, prepared.capture_s, time.perf_counter() - started
+    )
+    solver = {**plan.solver, "tried": [t.to_dict() for t in shaped.tried]} if len(shaped.tried) > 1 else plan.solver
+    plan = replace(plan, pins=dict(pins.given), notes=(*plan.notes, *shaped.notes), solver=solver)
+    return plan if shaped.cut is None else pipeline_plan(plan, shaped.cut, pins.given)
 
 
 def carry_out(prepared: Prepared, plan: Plan, profile: Profile, settings: Settings) -> tuple[Found, Decisions]:
@@ -155,7 +160,8 @@ def carry_out(prepared: Prepared, plan: Plan, profile: Profile, settings: Settin
 
     Whether they fit the memory was asked when the plan was made: another batch is not refused by a prediction.
     """
-    mesh, inner = mesh_of(plan), settings.inside_stage(plan.degrees["pp"])
+    shape = Shape(plan.degrees["pp"], plan.microbatches)
+    mesh, inner = mesh_of(plan), settings.shaped(shape).inside_stage()
     kept = replace(inner, fixed=fixed_of(plan, prepared.analysis), memory_bytes=UNLIMITED_BYTES)
     kept = replace(kept, loss_chunks=plan.loss_chunks)
     found = on_axes(prepared.analysis, mesh, profile, kept, prepared.sinks)

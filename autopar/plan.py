@@ -68,6 +68,11 @@ _OP = record(
     {"read": mapping(_layout)},
 )
 
+_TRIED = record(
+    {"pp": _positive, "microbatches": _positive, "zero": nullable(_zero), "step_time_s": nullable(_figure)},
+    {"schedule": text, "recompute": text, "refused": text},
+)
+
 _cut = record({"first_op": text, "last_op": text})
 
 
@@ -122,6 +127,7 @@ _FIELDS: dict[str, Check] = {
                     | {"time_s": _figure, "back_time_s": _figure}
                 )
             ),
+            "stage_seconds": schema.mapping(listing(_figure)),
             "weight_versions": listing(_positive),
             "staleness": listing(_count),
         },
@@ -130,7 +136,8 @@ _FIELDS: dict[str, Check] = {
     "solver": record(
         {"name": text}
         | dict.fromkeys(("objective", "bound", "gap"), nullable(_any_figure))
-        | dict.fromkeys(("capture_s", "price_s", "solve_s", "total_s"), _figure)
+        | dict.fromkeys(("capture_s", "price_s", "solve_s", "total_s"), _figure),
+        {"tried": listing(_TRIED)},
     ),
     "notes": listing(text),
     "pins": mapping(schema.anything),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fold", "plain_text", "plan_table", "summary"]
 
+SHAPES = 6
+"""Rows of the shapes that were compared."""
 # Numbers in the module path alone: in `layers.0.mlp/linear/2` the 2 tells two ops of one layer apart.
 _INDEX = re.compile(r"(?:(?<=\.)|^)[0-9]+(?=\.|/|$)")
 
@@ -34,6 +36,8 @@ def plan_table(plan: Plan, ops: bool = False) -> RenderableType:
     parts: list[RenderableType] = [summary(plan)]
     if len(plan.stages) > 1:
         parts.append(_stages(plan))
+    if plan.solver.get("tried"):
+        parts.append(_tried(plan))
     parts.append(_params(plan))
     if ops:
         parts += [_classes(plan), _ops(plan)]
@@ -141,6 +145,21 @@ def _stages(plan: Plan) -> Table:
         named = [b if isinstance(b, str) else f"{b['first_op']} .. {b['last_op']}" for b in stage["blocks"]]
         blocks = [f"{label} x{n}" if n > 1 else label for label, n, _, _ in _fold_runs(named)]
         _row(table, index, ", ".join(blocks), _ranges(set(stage["devices"])))
+    return table
+
+
+def _tried(plan: Plan) -> Table:
+    """The best of the shapes that were compared, each at its best schedule."""
+    ended = sorted(
+        (t for t in plan.solver["tried"] if t["step_time_s"] is not None), key=lambda tried: tried["step_time_s"]
+    )
+    refused = len(plan.solver["tried"]) - len(ended)
+    title = f"shapes compared, quickly; {refused} more cannot be better or do not fit" if refused else "shapes compared"
+    table = _table(title, ">pp", ">micro-batches", ">zero", "schedule", "recompute", ">step")
+    for tried in ended[:SHAPES]:
+        zero = "chosen" if tried["zero"] is None else tried["zero"]
+        step = seconds(tried["step_time_s"])
+        _row(table, tried["pp"], tried["microbatches"], zero, tried["schedule"] or "-", tried["recompute"], step)
     return table
 
 

@@ -125,27 +125,13 @@ def simulate_plan(plan: Plan) -> Simulated:
     """One step of a plan. Raises: PlanError."""
     schedule = _schedule(plan)
     stages, m = len(plan.stages), plan.microbatches
-    op_s = np.zeros(stages)
-    for name, stage in stage_of_ops(plan).items():
-        op_s[stage] += plan.ops[name]["time_s"] + plan.ops[name]["communication_s"]
-    share = op_s / op_s.sum() if op_s.any() else np.full(stages, 1 / stages)
-
-    times, memory = plan.predicted["breakdown_s"], plan.predicted["memory"]
-    placement = np.array(schedule.placement[:stages])
-    slowest = float(np.bincount(placement, share).max())  # whose figures the plan has
-    optimizer_s = _total(times.get("optimizer", 0.0)) / slowest * share
-    busy_s = (_total(times.get("compute", 0.0)) + _total(times.get("exposed_communication", 0.0))) / slowest * share / m
-    recomputed = "full" in plan.recompute.values()
-    parts = (RECOMPUTED if recomputed else THIRDS) if plan.model["training"] else (1.0, 0.0, 0.0)
-    forward_s, input_grad_s, weight_grad_s = (busy_s * part for part in parts)
-    compute = StageTimes(
-        forward_s=forward_s,
-        input_grad_s=input_grad_s,
-        weight_grad_s=weight_grad_s,
-        optimizer_s=optimizer_s if plan.model["training"] else 0.0,
+    share, times = _times(plan, schedule)
+    forward_s, input_grad_s, weight_grad_s = (
+        np.asarray(x, dtype=np.float64) for x in (times.forward_s, times.input_grad_s, times.weight_grad_s)
     )
     sends = [Send(**send) for send in plan.predicted.get("sends", ())]
-    timeline = simulate(schedule, with_sends(compute, sends, schedule.depth))
+    timeline = simulate(schedule, with_sends(times, sends, schedule.depth))
+    memory = plan.predicted["memory"]
 
     peaks = np.broadcast_to(np.asarray(plan.predicted["peak_memory_bytes"] or [0.0], dtype=np.float64), (stages,))
     held = check(schedule).in_flight_by_stage if plan.model["training"] else [1] * schedule.stages
@@ -158,6 +144,37 @@ def simulate_plan(plan: Plan) -> Simulated:
     if not plan.model["training"]:
         activation[:] = 0.0
     return Simulated(plan, timeline, forward_s, input_grad_s, weight_grad_s, activation, peaks - activation * most)
+
+
+def _times(plan: Plan, schedule: Schedule) -> tuple[Floats, StageTimes]:
+    """[stages] share of the ops' seconds, and what each stage takes."""
+    stages, training = len(plan.stages), plan.model["training"]
+    known = plan.predicted.get("stage_seconds")
+    if known is not None:
+        parts = [np.array(known[name]) for name in ("forward", "input_grad", "weight_grad")]
+        total = sum(parts)
+        share = total / total.sum() if total.any() else np.full(stages, 1 / stages)
+        back = parts[1:] if training else [np.zeros(stages), np.zeros(stages)]
+        optimizer_s = np.array(known["optimizer"]) if training else 0.0
+        return share, StageTimes(
+            forward_s=parts[0], input_grad_s=back[0], weight_grad_s=back[1], optimizer_s=optimizer_s
+        )
+    op_s = np.zeros(stages)
+    for name, stage in stage_of_ops(plan).items():
+        op_s[stage] += plan.ops[name]["time_s"] + plan.ops[name]["communication_s"]
+    share = op_s / op_s.sum() if op_s.any() else np.full(stages, 1 / stages)
+    figures = plan.predicted["breakdown_s"]
+    placement = np.array(schedule.placement[:stages])
+    slowest = float(np.bincount(placement, share).max())  # whose figures the plan has
+    optimizer_s = _total(figures.get("optimizer", 0.0)) / slowest * share
+    busy_s = _total(figures.get("compute", 0.0)) + _total(figures.get("exposed_communication", 0.0))
+    recomputed = "full" in plan.recompute.values()
+    thirds = (RECOMPUTED if recomputed else THIRDS) if training else (1.0, 0.0, 0.0)
+    forward_s, input_grad_s, weight_grad_s = (busy_s / slowest * share / plan.microbatches * part for part in thirds)
+    return share, StageTimes(
+        forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s,
+        optimizer_s=optimizer_s if training else 0.0,
+    )  # fmt: skip
 
 
 def stage_of_ops(plan: Plan) -> dict[str, int]:

@@ -41,7 +41,9 @@ class Wire:
     shown: share of one gather and one reduction that nothing hides, since they are the first and the last.
     together: one sends so many times this value, the others of its block; not on a tensor axis. copied: and what it
     takes to put them together and apart again is not part of `share`. reduced: width of a gradient over that of the
-    value. pieces: parts that the value is sent in, one for each micro-batch.
+    value. pieces: parts that the value is sent in, one for each micro-batch. again: it is sent whole so many times,
+    once for each micro-batch. after: what costs nothing forward has its backward once, after all of them, beside
+    nothing.
     """
 
     sync_s: float = 0.0
@@ -51,6 +53,8 @@ class Wire:
     copied: bool = False
     reduced: float = 1.0
     pieces: int = 1
+    again: int = 1
+    after: bool = False
 
 
 IN_LINE = Wire()
@@ -163,26 +167,30 @@ class _Prices:
     wire: Wire
     uncut_bytes: Floats
     """Of the buffers, when the axis does not cut them."""
-    known: dict[tuple[str, bool, bool], Floats] = field(default_factory=dict)
+    known: dict[tuple[str, bool, bool, bool], Floats] = field(default_factory=dict)
 
     def transition_s(self, source: Placement, target: Placement, strided: bool) -> tuple[Floats, Floats]:
         """Forward and backward. strided: a shard lies in pieces, so that a collective needs a copy into or out of
         rows.
         """
         row = TRANSITIONS[source.kind, target.kind]
-        return self._once(row.forward, strided, False), self._once(row.backward, strided, True)
+        after = self.wire.after and row.forward == "nothing"
+        return self._known(row.forward, strided, False, after), self._known(row.backward, strided, True, after)
 
-    def _once(self, primitive: str, strided: bool, backward: bool) -> Floats:
-        key = primitive, strided, backward
+    def _known(self, primitive: str, strided: bool, backward: bool, after: bool) -> Floats:
+        key = primitive, strided, backward, after
         if key not in self.known:
             size = self.uncut_bytes * self.wire.reduced if backward else self.uncut_bytes
-            self.known[key] = self._primitive_s(primitive, strided, size)
+            self.known[key] = self._primitive_s(primitive, strided, size, after)
         return self.known[key]
 
-    def _primitive_s(self, primitive: str, strided: bool, uncut_bytes: Floats) -> Floats:
-        return self.wire.pieces * self._piece_s(primitive, strided, uncut_bytes / self.wire.pieces)
+    def _primitive_s(self, primitive: str, strided: bool, uncut_bytes: Floats, after: bool) -> Floats:
+        if after:
+            return self._piece_s(primitive, strided, uncut_bytes, 1.0)
+        wire = self.wire
+        return wire.again * wire.pieces * self._piece_s(primitive, strided, uncut_bytes / wire.pieces, wire.share)
 
-    def _piece_s(self, primitive: str, strided: bool, uncut_bytes: Floats) -> Floats:
+    def _piece_s(self, primitive: str, strided: bool, uncut_bytes: Floats, share: float) -> Floats:
         if primitive == "nothing":
             return np.full(len(uncut_bytes), STEP_S)
         if primitive in FREE:
@@ -198,4 +206,4 @@ class _Prices:
             moved = 2 * size * (1 + 1 / self.axis.size)
         copy_s = np.asarray(memory_bound_s(moved, self.profile))
         wire_s = np.asarray(collective_s(primitive, size * together, self.axis, self.profile)) / together
-        return STEP_S + copy_s + wire.sync_s + wire.share * wire_s
+        return STEP_S + copy_s + wire.sync_s + share * wire_s

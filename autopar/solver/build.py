@@ -201,7 +201,8 @@ class _Builder:
             )
             chunks = self.settings.loss_chunks if op.name in self.heads else 1
             stored = element_bytes(self.sizes.operand(op.ins[0])[1]) if chunks > 1 else 0
-            memory = self.loss_bytes[op.name] = (LOSS_BYTES + stored) * elements / chunks
+            memory = (LOSS_BYTES + stored) * elements / chunks / self.gathers.pieces(op.ins[0])
+            self.loss_bytes[op.name] = memory
         elif op.name in self.heads:
             seconds = seconds + price.forward_s + self.added_s(op, found)
             memory = self.summed_bytes(op, found)
@@ -247,7 +248,7 @@ class _Builder:
             self.settings.optimizer,
             self.settings.precision,
             self.settings.pins.given.get("offload", "none"),
-            self.settings.pins.zero in (1, 2),
+            self.gathers.once,
             self.settings.pins.staged,
             self.software,
         )
@@ -296,7 +297,7 @@ class _Builder:
         if source is None:  # an input or a buffer: invariant, cut for nothing
             for choice, layouts, _, _ in ends:
                 if saved:
-                    self.memories[choice] = self.memories[choice] + self.sizes.local_bytes(value, layouts) * kept
+                    self.memories[choice] = self.memories[choice] + self.kept_bytes(value, layouts) * kept
             return
         start, start_layouts = source
         used = self.used_parts([*start_layouts, *(x for _, layouts, _, _ in ends for x in layouts)])
@@ -306,7 +307,7 @@ class _Builder:
             domain = sorted({x for _, layouts, _, _ in ends for x in layouts} | set(start_layouts))
             domain = self.fixed_read(value, domain) or domain
             cost = np.zeros(len(domain))
-            memory = self.sizes.local_bytes(value, domain) * kept if saved else np.zeros(len(domain))
+            memory = self.kept_bytes(value, domain) * kept if saved else np.zeros(len(domain))
             read = self.add_choice(f"read of {value}", cost, memory, {0: domain})
             self.read_layouts[read] = domain
             for name in values:
@@ -315,9 +316,13 @@ class _Builder:
             start, start_layouts = read, domain
         elif saved:
             choice, layouts, _, _ = ends[0]
-            self.memories[choice] = self.memories[choice] + self.sizes.local_bytes(value, layouts) * kept
+            self.memories[choice] = self.memories[choice] + self.kept_bytes(value, layouts) * kept
         for choice, layouts, _, _ in ends:
             self.add_edge(start, start_layouts, choice, layouts, routing, count, producer, forwards)
+
+    def kept_bytes(self, value: str, layouts: Sequence[Layout]) -> Floats:
+        """Of a value kept for the backward, of as many micro-batches as are held at once."""
+        return self.sizes.local_bytes(value, layouts) * self.settings.held
 
     def fixed_read(self, value: str, domain: list[Layout]) -> list[Layout]:
         """The plan's common read of this value, where it still exists."""
@@ -346,7 +351,7 @@ class _Builder:
         all that a block recomputes.
         """
         if value in self.roles.weights:
-            return self.settings.pins.zero not in (1, 2)
+            return not self.gathers.once
         return self.settings.recompute == "full" and all(op in self.repeated for op, _ in readers)
 
     def routes(self, value: str, used: tuple[int, ...], forwards: int = 1) -> Routes:
@@ -373,8 +378,11 @@ class _Builder:
             cost = cost + self.gathers.forbidden(rows, columns)
             memory = self.gathers.held_bytes(producer[0], rows, columns, count)
             self.stored_edges.append(
-                StoredEdge(len(self.edges), routing, rows, columns, count, forwards, routing.shown)
-            )
+                StoredEdge(
+                    producer[0], len(self.edges), routing, rows, columns, count, forwards, routing.shown,
+                    self.gathers.once, self.settings.pins.staged,
+                )
+            )  # fmt: skip
         self.edges.append(Edge(source, target, row_of, column_of, cost, memory))
 
     # sinks and covers

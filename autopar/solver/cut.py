@@ -52,7 +52,9 @@ class Shared(NamedTuple):
 class Cell:
     """What a cut never divides: a block, or one op. Seconds of a whole batch, bytes of one device of a stage.
 
-    Fields:  states: of parameters that no earlier cell reads. shared: those that one does.
+    Fields:  time_s: of all that follows: forward_s, input_grad_s, weight_grad_s of its ops, update_s of its parameters.
+             states: of parameters that no earlier cell reads. shared: those that one does.
+             passing_bytes: of gathered parameters and their gradients while it runs.
     """
 
     name: Any
@@ -61,6 +63,11 @@ class Cell:
     activation_bytes: float
     states: States = NONE
     shared: tuple[Shared, ...] = ()
+    forward_s: float = 0.0
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    update_s: float = 0.0
+    passing_bytes: float = 0.0
 
     @property
     def has_parameters(self) -> bool:
@@ -129,11 +136,12 @@ def balance(
 
 def _growing(cells: Sequence[Cell], first: int, share: float, copies: int) -> Iterator[float]:
     """Bytes of the stage that begins with cell `first`, with one cell, with two, and so on."""
-    held = 0.0
+    held = passing = 0.0
     for cell in cells[first:]:
         states = cell.in_stage(first)
         held += states.device + states.copy * copies + cell.activation_bytes * share
-        yield held
+        passing = max(passing, cell.passing_bytes)
+        yield held + passing
 
 
 def min_peak(cells: Sequence[Cell], stages: int, share: Sequence[float], copies: Sequence[int] | None = None) -> float:

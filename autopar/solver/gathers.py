@@ -29,8 +29,11 @@ from autopar.solver.settings import Settings, compute_dtype
 
 @dataclass(frozen=True, eq=False)
 class StoredEdge:
-    """From a stored parameter to a reader: what may run beside compute. forwards: times the forward's part is made."""
+    """From the stored parameter `node` to a reader. forwards: times the forward's part is made. alone: all of it runs
+    beside nothing, before and after a step's programs. after: what needs no gather does.
+    """
 
+    node: str
     edge: int
     routing: Routes
     rows: list[Layout]
@@ -38,6 +41,8 @@ class StoredEdge:
     count: int
     forwards: int
     shown: float
+    alone: bool = False
+    after: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +97,22 @@ class Gathers:
         blocks = max((len(c.blocks) for c in self.analysis.program.classes), default=1)
         overlaps = self.software.overlap and fitted.overlap_slowdown < 1
         together = max(1.0, block / own)
+        again = 1 if self.once else self.settings.pieces
         return Wire(
             sync_s=fitted.collective_sync_s / together,
-            share=fitted.overlap_slowdown if self.software.overlap else 1.0,
-            shown=1 / blocks if overlaps else 0.0,
+            share=fitted.overlap_slowdown if self.software.overlap and not self.once else 1.0,
+            shown=1 / blocks / again if overlaps and not self.once else 0.0,
             together=together,
             copied=not self.software.overlap,
             reduced=held.gradients / element_bytes(self.sizes.operand(value)[1]),
+            again=again,
+            after=self.settings.pins.staged,
         )
+
+    @property
+    def once(self) -> bool:
+        """Are parameters gathered before a step's programs, and gradients reduced after them (ZeRO 1 and 2)?"""
+        return self.settings.pins.zero in (1, 2)
 
     def pieces(self, value: str) -> int:
         """A value of the batch is made, and sent, once for each micro-batch."""
@@ -126,12 +139,13 @@ class Gathers:
         return found
 
     def held_bytes(self, node: str, rows: Sequence[Layout], columns: Sequence[Layout], count: int) -> Floats:
-        """What is held of gathered parameters. ZeRO 1 and 2 keep them for a whole step, at level 1 the whole gradient,
-        too; else a block's and the next one's are there, and the gradients of one, where blocks repeat. Of other
+        """What is held of gathered parameters. ZeRO 1 and 2 keep them for a whole step, and the whole gradient until it
+        ends; else a block's and the next one's are there, and the gradients of one, where blocks repeat. Of other
         parameters one is there at a time: each counts by its share of them.
         """
-        kept = {1: 2, 2: 1}.get(self.settings.pins.zero or 0, 0) * count
         reduced = self.wire(node).reduced if self.analysis.grads[node] else 0.0
+        gradient = (reduced if self.settings.pins.staged else 1.0) if reduced else 0.0  # micro-batches add it up
+        kept = (1 + gradient) * count if self.once else 0.0
         passing = 2 + reduced if count > 1 else self.single_bytes.get(node, 0.0)
         out = np.zeros((len(rows), len(columns)))
         for j, size_bytes in enumerate(self.sizes.local_bytes(node, columns)):

@@ -40,7 +40,11 @@ ROUNDS = 3  # of bound and drop; each makes the next one sharper
 
 
 class Beaten(Exception):
-    """Another problem's answer is at least as cheap as any of this one."""
+    """Another problem's answer is at least as cheap as any of this one. whatever_memory: without a limit, too."""
+
+    def __init__(self, whatever_memory: bool = True) -> None:
+        super().__init__()
+        self.whatever_memory = whatever_memory
 
 
 def solve(
@@ -50,6 +54,7 @@ def solve(
     relative_gap: float = 1e-4,
     start: Sequence[int] | None = None,
     beaten_s: float = math.inf,
+    quick: bool = False,
 ) -> Solution:
     """The cheapest assignment that meets every row.
 
@@ -58,6 +63,7 @@ def solve(
              to rounding (1e-9).
              start: an assignment to begin with, one option a choice; a better one is looked for.
              beaten_s: what another problem's answer costs; nothing is looked for where this one's cannot be cheaper.
+             quick: without integer search, so that the gap may be missed.
     Raises:  Beaten: even without the memory row no assignment is cheaper than `beaten_s`.
              InfeasibleError: no assignment meets the rows, or none was found in time. Its attributes: `proven` (bool),
              `least_bytes` (least memory of any assignment), `missing_bytes` (that less the limit, at least 0),
@@ -80,7 +86,7 @@ def solve(
     incumbent = Incumbent(reduced)
     if start is not None and (inner := reduction.inner(start)) is not None:
         incumbent.offer(inner, "start")
-    bound_s = _search(incumbent, deadline_s, target, beaten_s)
+    bound_s = _search(incumbent, deadline_s, target, beaten_s, quick)
 
     if incumbent.options is None:
         proven = bound_s == math.inf
@@ -102,7 +108,17 @@ def solve(
     )
 
 
-def _search(incumbent: Incumbent, deadline_s: float, relative_gap: float, beaten_s: float) -> float:
+def too_large(problem: Problem, time_limit_s: float = 60.0) -> bool:
+    """Is it proven that even the assignment of the least memory is above the limit?"""
+    try:
+        reduced = simplify(problem).problem
+    except NoOptionError:
+        return True
+    deadline_s = time.monotonic() + time_limit_s
+    return not fits(reduced, minimise(price(reduced, 1.0, weight_s=0.0), deadline_s).bound)
+
+
+def _search(incumbent: Incumbent, deadline_s: float, relative_gap: float, beaten_s: float, quick: bool) -> float:
     """Improve the incumbent until the gap or the deadline is met; a proven bound, inf when no assignment is valid."""
     whole = incumbent.problem
     current = Reduction(whole, tuple(np.arange(c.cost_s.size) for c in whole.choices))
@@ -126,6 +142,8 @@ def _search(incumbent: Incumbent, deadline_s: float, relative_gap: float, beaten
         if _options(current) > 0.8 * before:
             break
 
+    if quick and incumbent.options is not None:
+        return bound_s
     if program_size(current.problem) > SMALL_PROGRAM:
         few = _few(current, lower, incumbent)
         share_s = (deadline_s - time.monotonic()) / 3

@@ -44,7 +44,20 @@ class Options:
             allowed=lambda axis, option, factor: self.roles.allowed(op, axis, option, factor),
         )
         found = self.keep_required(op, found)
-        return self.keep_fixed(op, [s for s in found if self.exact(op, s)] or found)
+        found = [s for s in found if self.exact(op, s)] or found
+        found = [s for s in found if self.leaves_rows(op, s)] or found
+        return self.keep_fixed(op, found)
+
+    def leaves_rows(self, op: Op, strategy: Strategy) -> bool:
+        """Has each micro-batch a row for every rank that the batch is divided over?"""
+        if self.settings.pieces == 1:
+            return True
+        ranks: dict[str, int] = {}
+        for axis, option in zip(self.mesh.axes, strategy.options, strict=True):
+            factor = op.by_name.get(option)
+            if factor is not None and factor.size and self.roles.kind(op, factor) == "dp":
+                ranks[option] = ranks.get(option, 1) * axis.size
+        return all(op.by_name[f].size >= n * min(self.settings.pieces, op.by_name[f].size) for f, n in ranks.items())
 
     def exact(self, op: Op, strategy: Strategy) -> bool:
         """No sums of parts in a narrower dtype than the parameters' own: float32 norms keep a float64 model's digits.

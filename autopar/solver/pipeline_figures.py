@@ -1,11 +1,14 @@
 """What a pipeline is predicted to take: the step of its schedule, simulated.
 
-Enters: the plan of one stage's devices, seconds by stage, what stages send. Leaves: the figures of a `Plan.predicted`.
+Enters: the figures of the model on one stage's devices, its seconds in parts, the cells of each stage, what stages
+send. Leaves: the figures of a `Plan.predicted`.
+
+What each micro-batch takes is shared out like the seconds of the ops, what is done once a step like those of updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,42 +16,65 @@ import numpy as np
 
 from autopar.cost.simulate import StageTimes, simulate
 from autopar.layout import largest_local_parts
-from autopar.plan import Plan
 from autopar.rules.analyse import Analysis
 from autopar.rules.decisions import Decisions
 from autopar.schedule.asynchronous import staleness, versions_kept
 from autopar.schedule.table import Schedule
+from autopar.solver.cut import Cell
+from autopar.solver.decide import parameter_zero
 from autopar.solver.sends import Send
+from autopar.solver.step import Step
 
 
-def predicted(plan: Plan, seconds: Sequence[float], schedule: Schedule, sends: Sequence[Send]) -> dict[str, Any]:
-    """The inner plan's figures for a pipeline.
+def predicted(
+    old: Mapping[str, Any], step: Step, stages: Sequence[Sequence[Cell]], schedule: Schedule, sends: Sequence[Send]
+) -> dict[str, Any]:
+    """The figures for a pipeline.
 
-    Args:    seconds: of a whole batch by stage.
+    Args:    old, step: of the whole model on the devices of one stage.
     """
-    old = dict(plan.predicted)
-    total = sum(seconds) or 1.0
-    seconds = [s * old["step_time_s"] / total for s in seconds]  # moves between ops are shared out like the ops
-    third = np.array(seconds) / schedule.microbatches / 3  # forward, and the two halves of the backward
-    alone = StageTimes(forward_s=third, input_grad_s=third, weight_grad_s=third)
-    timeline = simulate(schedule, alone)
-    calls = timeline.schedule.microbatches // schedule.microbatches  # an asynchronous timeline is of several
-    rank_s = float(timeline.busy_s.max()) / calls
-    step = simulate(schedule, with_sends(alone, sends, schedule.depth)).step_time_s
-    ratio = old["step_time_s"] / step if step else 1.0
-    share = rank_s / old["step_time_s"] if old["step_time_s"] else 1.0
-    parts = {k: v * share for k, v in old["breakdown_s"].items()}
-    bubble = max(0.0, timeline.step_time_s - rank_s)
+    parts = np.array([_sums(stage) for stage in stages]).T
+    inside_s = step.compute_s + step.exposed_s + step.data_s
+    times_s = parts * (inside_s / (parts.sum() or 1.0))
+    updates = np.array([sum(c.update_s for c in stage) for stage in stages])
+    share = updates / updates.sum() if updates.any() else times_s.sum(0) / (inside_s or 1.0)
+    once_s = step.alone_s * share
+    update_s = step.update_s * share + step.fixed_s * schedule.ranks / schedule.stages
+    forward_s, input_s, weight_s = times_s / schedule.microbatches
+    alone = StageTimes(forward_s=forward_s, input_grad_s=input_s, weight_grad_s=weight_s, optimizer_s=update_s + once_s)
+    idle_s = simulate(schedule, alone).step_time_s
+    step_s = simulate(schedule, with_sends(alone, sends, schedule.depth)).step_time_s
+    work = (times_s.sum(0) / schedule.replicas, once_s, update_s)
+    by_rank = [np.bincount(schedule.placement, np.tile(x, schedule.replicas), schedule.ranks) for x in work]
+    fullest = int(np.argmax(sum(by_rank)))
+    busy_s, alone_s, optimizer_s = (float(x[fullest]) for x in by_rank)
+    computing = step.compute_s / inside_s if inside_s else 1.0
+    bubble_s = max(0.0, idle_s - busy_s - alone_s - optimizer_s)
+    ratio = old["step_time_s"] / step_s if step_s else 1.0
     return {
         **old,
-        "step_time_s": step,
+        "step_time_s": step_s,
         "tokens_per_s": old["tokens_per_s"] * ratio,
         "tflops_per_device": old["tflops_per_device"] * ratio / schedule.ranks,
         "mfu": old["mfu"] * ratio / schedule.ranks,
-        "breakdown_s": {**parts, "bubble": bubble, "stage_sends": max(0.0, step - rank_s - bubble)},
+        "breakdown_s": {
+            "compute": busy_s * computing,
+            "exposed_communication": busy_s * (1 - computing) + alone_s,
+            "optimizer": optimizer_s,
+            "bubble": bubble_s,
+            "stage_sends": max(0.0, step_s - busy_s - alone_s - optimizer_s - bubble_s),
+        },
+        "stage_seconds": {
+            "forward": forward_s.tolist(), "input_grad": input_s.tolist(), "weight_grad": weight_s.tolist(),
+            "optimizer": (update_s + once_s).tolist(),
+        },
         "sends": [send.to_dict() for send in sends],
         **_versions(schedule),
-    }
+    }  # fmt: skip
+
+
+def _sums(stage: Sequence[Cell]) -> list[float]:
+    return [sum(c.forward_s for c in stage), sum(c.input_grad_s for c in stage), sum(c.weight_grad_s for c in stage)]
 
 
 def with_sends(times: StageTimes, sends: Sequence[Send], stages: int) -> StageTimes:
@@ -63,14 +89,20 @@ def with_sends(times: StageTimes, sends: Sequence[Send], stages: int) -> StageTi
     return replace(times, send_s=ahead, send_back_s=back, skips=skips)
 
 
-def weight_bytes(plan: Plan, analysis: Analysis, decisions: Decisions, sizes: tuple[int, ...]) -> dict[str, float]:
-    """Bytes of one rank's copy of each parameter, by node: gathered at ZeRO levels 1 and 2, else as it is stored."""
+def weight_bytes(
+    analysis: Analysis, decisions: Decisions, sizes: tuple[int, ...], zero: int | None
+) -> dict[str, float]:
+    """Bytes of one rank's copy of each parameter, by node: gathered at ZeRO levels 1 and 2, else as it is stored.
+
+    zero: the pinned level.
+    """
     found = {}
     for source in analysis.program.sources:
         if source.kind == "parameter":
-            layouts = [decisions.sources[source.node]]
-            if plan.params[source.path]["zero"] in (1, 2):
-                layouts = [decisions.strategies[op].ins[at] for op, at in analysis.users[source.node]] or layouts
+            stored = decisions.sources[source.node]
+            used = [decisions.strategies[op].ins[at] for op, at in analysis.users.get(source.node, ())]
+            once = parameter_zero(stored, used, zero) in (1, 2)
+            layouts = (used or [stored]) if once else [stored]
             elements = max(largest_local_parts(analysis.parts[source.node], x, sizes).numel for x in layouts)
             found[source.node] = float(elements * analysis.dtypes[source.node].itemsize)
     return found

@@ -75,7 +75,7 @@ def make_plan(
         stages=({"blocks": list(analysis.program.blocks), "devices": list(range(mesh.size))},),
         params=params,
         ops=ops,
-        predicted=_predicted(analysis, found, settings),
+        predicted=predicted_of(analysis, found, settings),
         solver={
             "name": solution.solver, "objective": solution.objective_s, "bound": solution.bound_s, "gap": solution.gap,
             "capture_s": capture_s, "price_s": found.price_s, "solve_s": found.solve_s, "total_s": capture_s + total_s,
@@ -122,7 +122,7 @@ def _undivided(built: Built, strategies: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _predicted(analysis: Analysis, found: Found, settings: Settings) -> dict[str, Any]:
+def predicted_of(analysis: Analysis, found: Found, settings: Settings) -> dict[str, Any]:
     built, options = found.built, found.solution.options
     counts: dict[str, int] = {}
     for first in built.representative.values():
@@ -161,8 +161,8 @@ def _predicted(analysis: Analysis, found: Found, settings: Settings) -> dict[str
         },
         "breakdown_s": {
             "compute": parts.compute_s,
-            "exposed_communication": parts.exposed_s + parts.data_s,
-            "optimizer": parts.update_s,
+            "exposed_communication": parts.exposed_s + parts.data_s + parts.alone_s,
+            "optimizer": parts.update_s + parts.fixed_s,
             "bubble": 0.0,
         },
     }

@@ -18,8 +18,9 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import ROLES, LogicalMesh, Mesh, factor_axes, free_factorisations
 from autopar.rules.analyse import Analysis
 from autopar.solver.build import Built, build
+from autopar.solver.equal import representatives
 from autopar.solver.heads import LOSS_CHUNKS, heads_of
-from autopar.solver.optimise import Beaten, solve
+from autopar.solver.optimise import Beaten, solve, too_large
 from autopar.solver.problem import Solution
 from autopar.solver.settings import Settings
 
@@ -41,6 +42,8 @@ class Found:
     solve_s: float
     recompute: str = "none"
     loss_chunks: int = 1
+    pieces: int = 1
+    held: float = 1.0
 
 
 def search(
@@ -53,13 +56,17 @@ def search(
     levels: Sequence[str] = ("none",),
     time_limit_s: float = 60.0,
     most: int = 4,
+    beaten_s: float = math.inf,
+    quick: bool = False,
 ) -> Found:
     """The best plan over at most `most` factorings of the mesh and these levels of recomputation.
 
+    quick: over the first factoring that keeps the pins, and as `solve` means it.
+
     Raises:
-        InfeasibleError: none fits the memory. PlanError: a pin cannot be kept.
+        InfeasibleError: none fits the memory. PlanError: a pin cannot be kept. Beaten: none costs less than `beaten_s`.
     """
-    spent = 0.0
+    spent, ops = 0.0, len(analysis.ops.keys() & set(representatives(analysis).values()))
     parameters = [s.path for s in analysis.program.sources if s.kind == "parameter"]
     settings = replace(settings, pins=settings.pins.for_names(parameters, analysis.program.ties))
     best: Found | None = None
@@ -72,21 +79,28 @@ def search(
     tries[1:1] = [(pinned, factor_axes(topology, pinned.pins.degrees)) for pinned in _across_nodes(settings, topology)]
     spare = [(pinned, mesh) for pinned in {id(p): p for p, _ in tries}.values() for mesh in divided(topology, pinned)]
     for attempt, (pinned, mesh) in enumerate((*tries, *spare)):
-        if attempt >= len(tries) and (best is not None or isinstance(refusal, InfeasibleError)):
+        if attempt >= len(tries) and (best is not None or isinstance(refusal, InfeasibleError | Beaten)):
             break
-        if best is not None and spent + len(best.built.op_choice) * GROWTH ** len(mesh.axes) > WORK:
+        known = best is not None or beaten_s < math.inf
+        if known and spent + ops * GROWTH ** len(mesh.axes) > WORK:
             continue
         try:
-            at_hand_s = best.solution.objective_s if best is not None else math.inf
-            found = _recomputing(analysis, mesh, profile, pinned, sinks, levels, time_limit_s, at_hand_s)
-        except Beaten:
+            at_hand_s = best.solution.objective_s if best is not None else beaten_s
+            found = _recomputing(analysis, mesh, profile, pinned, sinks, levels, time_limit_s, at_hand_s, quick)
+        except Beaten as error:
+            if quick:
+                raise
+            refusal = refusal or error
+            spent += ops * GROWTH ** len(mesh.axes)
             continue
         except (InfeasibleError, PlanError) as error:
             refusal = refusal or error
             continue
-        spent += len(found.built.op_choice) * GROWTH ** len(mesh.axes)
+        spent += ops * GROWTH ** len(mesh.axes)
         if best is None or found.solution.objective_s < best.solution.objective_s * (1 - GAP):
             best = found
+        if quick:
+            break
     if best is None:
         assert refusal is not None
         raise refusal
@@ -137,21 +151,31 @@ def _recomputing(
     levels: Sequence[str],
     time_limit_s: float,
     at_hand_s: float,
+    quick: bool,
 ) -> Found:
     """The best level of recomputation; more is only tried where memory binds, since it saves nothing else. Where no
     level fits, the head's product and its loss are chunked, too.
 
-    Raises:  Beaten: without a limit of memory, and so at any level, this costs no less than the plan at hand.
+    Raises:  Beaten: this costs no less than the plan at hand.
     """
     best: Found | None = None
     refusal: InfeasibleError | None = None
-    for chunks, level in itertools.product(_chunks(analysis, settings), levels):
+    tries = list(itertools.product(_chunks(analysis, settings), levels))
+    for chunks, level in tries:
         if best is not None and chunks > best.loss_chunks:
             break
         tried = replace(settings, recompute=level, loss_chunks=chunks)
         try:
-            found = _solve(analysis, mesh, profile, tried, sinks, time_limit_s, at_hand_s)
+            found = _solve(analysis, mesh, profile, tried, sinks, time_limit_s, at_hand_s, quick)
+        except Beaten:
+            if best is None:
+                raise Beaten(refusal is None) from None
+            break  # more is made again at the levels to come
         except InfeasibleError as error:
+            if refusal is None and len(tries) > 2:  # where the last one does not fit, none does
+                last = replace(settings, recompute=tries[-1][1], loss_chunks=tries[-1][0])
+                if too_large(build(analysis, mesh, profile, last, sinks).problem, time_limit_s):
+                    raise
             refusal = refusal or error
             continue
         if best is None or found.solution.objective_s < best.solution.objective_s * (1 - GAP):
@@ -161,6 +185,8 @@ def _recomputing(
     if best is None:
         assert refusal is not None
         raise refusal
+    if best.solution.objective_s >= at_hand_s:
+        raise Beaten(False)
     return best
 
 
@@ -191,14 +217,18 @@ def _solve(
     sinks: Mapping[int, str],
     time_limit_s: float,
     beaten_s: float,
+    quick: bool = False,
 ) -> Found:
     begun = time.perf_counter()
     built = build(analysis, mesh, profile, settings, sinks)
     priced = time.perf_counter()
-    solution = solve(built.problem, time_limit_s=time_limit_s, relative_gap=GAP, beaten_s=beaten_s * (1 - GAP))
-    return Found(
-        mesh, built, solution, priced - begun, time.perf_counter() - priced, settings.recompute, settings.loss_chunks
+    solution = solve(
+        built.problem, time_limit_s=time_limit_s, relative_gap=GAP, beaten_s=beaten_s * (1 - GAP), quick=quick
     )
+    return Found(
+        mesh, built, solution, priced - begun, time.perf_counter() - priced, settings.recompute, settings.loss_chunks,
+        settings.pieces, settings.held,
+    )  # fmt: skip
 
 
 def candidates(analysis: Analysis, topology: Mesh, settings: Settings) -> list[LogicalMesh]:

@@ -10,9 +10,6 @@ import torch
 from autopar.cost.fitted import Software
 from autopar.pins import Pins
 
-MICROBATCHES_A_STAGE = 4
-"""Unless pinned, a call has so many micro-batches for each pipeline rank, where the batch allows."""
-
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
@@ -21,6 +18,15 @@ class Fixed:
     ops: Mapping[str, tuple[str, ...]]
     params: Mapping[str, tuple[str, ...]]
     reads: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Pipeline ranks, micro-batches of a call, the ZeRO level of all parameters; None: each parameter's is chosen."""
+
+    stages: int
+    microbatches: int
+    zero: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,19 +48,32 @@ class Settings:
     """Decisions of a plan that is given; what it does not name is chosen around it."""
     software: Software | None = None
     """What runs the plan; None: what runs on such devices."""
+    held: float = 1.0
+    """Share of a batch whose activations a device holds at once."""
 
     @property
     def pieces(self) -> int:
-        """Micro-batches of a call: as pinned, or as many as are tried first for a pipeline."""
-        stages = int(self.pins.given.get("pp", 1))
-        return int(self.pins.given.get("microbatches", MICROBATCHES_A_STAGE * stages if stages > 1 else 1))
+        """Micro-batches of a call."""
+        return int(self.pins.given.get("microbatches", 1))
 
-    def inside_stage(self, stages: int | None = None) -> Settings:
+    @property
+    def pipeline_ranks(self) -> int:
+        return int(self.pins.given.get("pp", 1))
+
+    def shaped(self, shape: Shape) -> Settings:
+        """As if the shape were pinned."""
+        given = {**self.pins.given, "pp": shape.stages, "microbatches": shape.microbatches}
+        degrees = {**self.pins.degrees, "pp": shape.stages}
+        if shape.zero is not None:
+            given["zero"] = shape.zero
+        return replace(self, pins=replace(self.pins, degrees=degrees, zero=given.get("zero"), given=given))
+
+    def inside_stage(self) -> Settings:
         """For the devices of one stage of a pipeline: the model as a whole may take the memory of all stages; which of
-        them has how much is balanced later. stages: pipeline ranks, as pinned when not given.
+        them has how much is balanced later.
         """
-        stages = stages if stages is not None else self.pins.degrees.get("pp", 1)
         degrees = {role: n for role, n in self.pins.degrees.items() if role != "pp"}
+        stages = self.pins.degrees.get("pp", 1)
         return replace(self, pins=replace(self.pins, degrees=degrees), memory_bytes=self.memory_bytes * stages)
 
 

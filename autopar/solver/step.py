@@ -8,7 +8,8 @@ added,
 
     felt = share x wire + (1 - share) max(wire - compute, 0)       forward and backward each
 
-and the wait for the slowest of many nodes; the host, when it is slower than the device; and the fixed costs of a step.
+and what runs beside nothing (gathers of ZeRO 1 and 2, reductions after all micro-batches), the wait for the slowest of
+many nodes, the host, when it is slower than the device, and the fixed costs of a step.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ GATHERED = 1e-2
 @dataclass(frozen=True, slots=True)
 class Step:
     """Seconds, which add up to the step. exposed_s: communication that compute waits for; data_s: what is felt of that
-    of parameters and their gradients; update_s: optimizer and fixed costs.
+    of parameters and their gradients; alone_s: that of them before and after all micro-batches; update_s: optimizer;
+    fixed_s: fixed costs.
     """
 
     compute_s: float
     exposed_s: float
     data_s: float
+    alone_s: float
     update_s: float
+    fixed_s: float
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.exposed_s + self.data_s + self.update_s
+        return self.compute_s + self.exposed_s + self.data_s + self.alone_s + self.update_s + self.fixed_s
 
 
 def step_of(built: Built, options: Sequence[int], objective_s: float) -> Step:
@@ -57,14 +61,14 @@ def step_of(built: Built, options: Sequence[int], objective_s: float) -> Step:
     update_s = sum(float(price.update_s[option]) * count for price, option, count in stored)
     norm_s = sum(float(price.norm_s[option]) * count for price, option, count in stored)
     fitted, share = built.software.fitted, _share(built)
-    hidden_s, ahead_s, back_s = _data_s(built, options, share)
-    exposed_s = max(0.0, objective_s - compute_s - update_s - hidden_s)
+    hidden_s, ahead_s, back_s, alone_s = _data_s(built, options, share)
+    exposed_s = max(0.0, objective_s - compute_s - update_s - hidden_s - alone_s)
     beside = (ahead_s, forward_s), (back_s, compute_s - forward_s)
     data_s = hidden_s + (1 - share) * sum(max(wire - compute, 0.0) for wire, compute in beside)
     host_s = fitted.host_kernel_s * kernels * (3 if built.analysis.program.training else 1)
     nodes = math.prod(built.mesh.topology.shape[:-1])
     late = 1 + fitted.straggler_fraction * math.log2(nodes)
-    return Step(max(compute_s, host_s) * late, exposed_s * late, data_s, update_s + norm_s + fitted.step_s)
+    return Step(max(compute_s, host_s) * late, exposed_s * late, data_s, alone_s, update_s + norm_s, fitted.step_s)
 
 
 def with_idle_cores(predicted: Mapping[str, Any], crowding: float) -> dict[str, Any]:
@@ -85,9 +89,11 @@ def _share(built: Built) -> float:
     return built.software.fitted.overlap_slowdown if built.software.overlap else 1.0
 
 
-def _data_s(built: Built, options: Sequence[int], share: float) -> tuple[float, float, float]:
-    """Seconds of parameters' collectives: what the problem has, on the wire in the forward, and in the backward."""
-    total = forward = backward = 0.0
+def _data_s(built: Built, options: Sequence[int], share: float) -> tuple[float, float, float, float]:
+    """Seconds of parameters' collectives: what the problem has of those beside compute, on the wire in the forward, and
+    in the backward; and of those beside nothing.
+    """
+    total = forward = backward = alone = 0.0
     for stored in built.stored_edges:
         edge = built.problem.edges[stored.edge]
         row = stored.rows[edge.source_layout[options[edge.source]]]
@@ -96,13 +102,17 @@ def _data_s(built: Built, options: Sequence[int], share: float) -> tuple[float, 
             cost_s, ahead_s = (
                 x * stored.count for x in (stored.routing.between(row, column), stored.routing.forward_s(row, column))
             )
+            gathers = ahead_s / share > GATHERED * cost_s
+            if stored.alone or (stored.after and not gathers):
+                alone += cost_s
+                continue
             once = ahead_s / share
-            shown = stored.shown if once > GATHERED * cost_s else 0.0
+            shown = stored.shown if gathers else 0.0
             reduced = max(0.0, cost_s - stored.forwards * ahead_s - shown * once) / (share + shown)
             total += cost_s
             forward += once
             backward += reduced + (stored.forwards - 1) * once
-    return total, forward, backward
+    return total, forward, backward, alone
 
 
 def passing_bytes(built: Built, options: Sequence[int]) -> float:

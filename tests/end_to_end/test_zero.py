@@ -56,9 +56,9 @@ def test_two_ranks():
     for case, *found in zip(TWO, *results, strict=True):
         check(case, found)
         assert found[0]["gathers"] == PARAMETERS if case[0] == "gpt" else found[0]["gathers"] > 30
-    # a whole parameter is kept for the step, at level 1 its whole gradient, too
+    # a whole parameter is kept for the step, and its whole gradient until all of them are there, at both levels
     two, one = results[0][0]["gathered"], results[0][2]["gathered"]
-    assert one > two
+    assert one == two > 0
 
 
 @pytest.mark.reads(CHANGES)

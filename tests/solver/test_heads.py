@@ -58,8 +58,13 @@ def test_chunks_where_nothing_else_fits():
 
 def test_a_backend_that_makes_logits_whole_is_not_promised_chunks():
     (peak,) = autopar.plan(Head(), ONE, example_args=INPUTS).predicted["peak_memory_bytes"]
+    limit = {"example_args": INPUTS, "memory": int(0.5 * peak), "backend": "inductor"}
     with pytest.raises(autopar.InfeasibleError):
-        autopar.plan(Head(), ONE, example_args=INPUTS, memory=int(0.5 * peak), backend="inductor")
+        autopar.plan(Head(), ONE, **limit, pin={"microbatches": 1})
+    divided = autopar.plan(Head(), ONE, **limit)  # what any backend can do: fewer rows at once
+    assert divided.loss_chunks == 1
+    assert divided.microbatches > 1
+    assert divided.predicted["peak_memory_bytes"][0] <= 0.5 * peak
 
 
 def test_pinned():

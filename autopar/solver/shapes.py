@@ -1,0 +1,316 @@
+"""Choose the shape of a run: pipeline ranks, micro-batches, schedule, and a ZeRO level of all parameters.
+
+What enters: an `Analysis`, the topology, settings. What leaves: `Shaped`: the best shape, its solved problem, its cut.
+Refused, with the first shape's error: none fits the memory, or keeps the pins.
+
+Each shape is a problem of its own (`search`), for the devices of one stage; its solution is cut into stages for each
+schedule, and that is simulated. What is pinned is the only one tried. A problem whose bound, shared by all stages
+without a bubble, is no better than the best step so far is not solved.
+
+A pipeline has to be faster by `MARGIN`, since it asks more of a user: its loss is differentiated inside the call. So
+only a model that returns one, and trains, gets one unasked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.cost.hardware import Profile
+from autopar.errors import AutoparError, InfeasibleError, PlanError
+from autopar.mesh import Mesh, factor_axes, inside_stage
+from autopar.pins import SPLIT_BACKWARD
+from autopar.rules.analyse import Analysis
+from autopar.solver.decide import zero_level
+from autopar.solver.optimise import Beaten
+from autopar.solver.roles import Roles
+from autopar.solver.search import Found, search
+from autopar.solver.settings import Settings, Shape
+from autopar.solver.stages import Cut, cut, default_virtual, held_at_once, stage_inside
+from autopar.solver.step import step_of
+
+MARGIN = 0.05
+"""By how much a pipeline has to be faster than none: more than the predictions' median error."""
+SIMPLER = 0.02
+"""By how much a later choice (more micro-batches, another schedule or ZeRO level) has to be faster than an earlier."""
+BEATEN = "the best step is faster than this one can be"
+CROWDED = "the best step is faster than this one can be in the memory there is"
+MICROBATCHES_ALONE = (2, 4, 8, 16, 32)
+"""The same without stages, where a whole batch at once takes too much memory."""
+NEAR = 0.1
+"""A shape slower than the best by more than this is not tried at another ZeRO level."""
+MICROBATCHES_A_STAGE = (2, 4, 8)
+"""Micro-batches tried for each pipeline rank, as far as the batch has rows for them; the middle one first."""
+UNASKED = (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2))
+"""Schedules, with stages a rank, that a pipeline may have without a pin: the plainest first. The others take no less
+time (gpipe, zb-h1, interleaved-zb) or more memory (looped-bfs, zb-2p, dualpipe-v)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A shape and what came of it: a step, or None, with the reason. schedule: the best one."""
+
+    shape: Shape
+    step_s: float | None
+    schedule: str = ""
+    recompute: str = "none"
+    refused: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a plan has it."""
+        shape = {"pp": self.shape.stages, "microbatches": self.shape.microbatches, "zero": self.shape.zero}
+        if self.step_s is None:
+            return {**shape, "step_time_s": None, "refused": self.refused}
+        return {**shape, "step_time_s": self.step_s, "schedule": self.schedule, "recompute": self.recompute}
+
+
+@dataclass(frozen=True, eq=False)
+class Shaped:
+    """settings: inside a stage, with the shape as pins. cut: None without stages and micro-batches."""
+
+    shape: Shape
+    found: Found
+    settings: Settings
+    cut: Cut | None
+    step_s: float
+    notes: tuple[str, ...] = ()
+    tried: tuple[Tried, ...] = ()
+
+
+def best_shape(
+    analysis: Analysis,
+    topology: Mesh,
+    profile: Profile,
+    settings: Settings,
+    sinks: Mapping[int, str],
+    levels: Sequence[str],
+    unasked: bool,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Shaped:
+    """levels: of recomputation that may be chosen. unasked: stages and micro-batches may be chosen, too."""
+    searcher = _Searcher(analysis, topology, profile, settings, sinks, levels, unasked, progress)
+    searcher.run()
+    if searcher.best is None:
+        assert searcher.refusal is not None
+        raise searcher.refusal
+    return replace(searcher.best, tried=tuple(searcher.tried))
+
+
+class _Searcher:
+    def __init__(
+        self,
+        analysis: Analysis,
+        topology: Mesh,
+        profile: Profile,
+        settings: Settings,
+        sinks: Mapping[int, str],
+        levels: Sequence[str],
+        unasked: bool,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.analysis, self.topology, self.profile, self.settings = analysis, topology, profile, settings
+        self.sinks, self.levels, self.unasked, self.progress = sinks, levels, unasked, progress
+        self.rows = _batch_rows(analysis, settings, topology)
+        self.blocks = len(analysis.program.blocks)
+        self.best: Shaped | None = None
+        self.refusal: AutoparError | None = None
+        self.tried: list[Tried] = []
+
+    def run(self) -> None:
+        pins = self.settings.pins
+        last = math.inf
+        for stages in self.stage_counts():
+            least = min(self.counts_tried(stages), default=math.inf)
+            if self.best is None and "pp" in pins.degrees and "microbatches" not in pins.given:
+                self.consider(Shape(stages, 1, pins.zero))  # a model that needs its whole batch at once
+                if self.best is not None:
+                    self.best = replace(self.best, notes=(f"one micro-batch: {self.refusal}",))
+            if self.best is not None and last < least < math.inf and self.best.step_s < least:
+                break  # more stages were slower twice
+            last = min(last, least) if stages > 1 else math.inf
+        if self.best is not None and len(self.tried) > 1:
+            self.polish(self.best)
+
+    def polish(self, best: Shaped) -> None:
+        """The best shape once more, over all factorings and to the full gap."""
+        try:
+            again = self.solved(best.shape, quick=False)
+        except (Beaten, InfeasibleError, PlanError):
+            return
+        if again.step_s < best.step_s:
+            self.best = again
+
+    # what is tried
+
+    def stage_counts(self) -> Iterator[int]:
+        """Pipeline ranks."""
+        pins = self.settings.pins
+        pinned = pins.degrees.get("pp")
+        yield pinned or 1
+        if pinned or not self.unasked or pins.layouts:
+            return
+        left = self.topology.size // math.prod(pins.degrees.values())
+        yield from (n for n in range(2, min(left, self.blocks) + 1) if left % n == 0 and self.promising())
+
+    def promising(self) -> bool:
+        """Is there more than compute to save?"""
+        best = self.best
+        if best is None:
+            return True
+        step = step_of(best.found.built, best.found.solution.options, best.found.solution.objective_s)
+        return best.step_s * (1 - MARGIN) > step.compute_s / best.settings.pipeline_ranks
+
+    def counts_tried(self, stages: int) -> Iterator[float]:
+        """Tries numbers of micro-batches, divisors of the batch; the step of each."""
+        given, unasked = self.settings.pins.given, self.unasked
+        data = self.settings.pins.degrees.get("dp", 1)
+        divisors = [n for n in range(1, max(1, self.rows // data) + 1) if self.rows % n == 0]
+        if "microbatches" in given:
+            yield self.zeros_tried(stages, int(given["microbatches"]))
+        elif stages == 1:
+            yield self.zeros_tried(1, 1)
+            for count in (n for n in MICROBATCHES_ALONE if unasked and n in divisors):
+                if self.crowded() or self.best_is_alone():
+                    before = self.best
+                    yield self.zeros_tried(1, count)
+                    if self.best is before and self.best_is_alone():
+                        break  # fewer rows at once were no faster
+        else:
+            far = math.prod(inside_stage(self.topology, stages).levels[1:])
+            most = max(1, self.rows // far)  # else an axis over nodes has no rows to divide
+            counts = [max(n for n in divisors if n <= min(most, factor * stages)) for factor in MICROBATCHES_A_STAGE]
+            fewer, middle, more = counts
+            step_s = self.zeros_tried(stages, middle)
+            yield step_s
+            if unasked:
+                other = self.zeros_tried(stages, fewer) if fewer < middle else math.inf
+                yield other
+                if more > middle and step_s < other:
+                    yield self.zeros_tried(stages, more)
+
+    def crowded(self) -> bool:
+        """Does memory bind so much that a whole batch at once is recomputed, or cannot be?"""
+        return self.best is None or self.best.found.recompute != "none" or self.best.found.loss_chunks > 1
+
+    def best_is_alone(self) -> bool:
+        """Has the best shape micro-batches and no stages?"""
+        return self.best is not None and self.best.shape.stages == 1 and self.best.shape.microbatches > 1
+
+    def zeros_tried(self, stages: int, count: int) -> float:
+        """Tries each parameter's own choice of ZeRO 0 or 3, and all gathered once a step; the better step."""
+        pins = self.settings.pins
+        free = pins.zero is None and not pins.layouts and pins.given.get("offload", "none") == "none"
+        others = math.prod(n for role, n in pins.degrees.items() if role not in ("pp", "dp", "cp"))
+        if not (free and self.unasked and self.topology.size > stages * others):
+            return self.consider(Shape(stages, count, pins.zero))
+        if count == 1:
+            return min(self.consider(Shape(stages, 1)), self.consider(Shape(stages, 1, 2)))
+        once = self.consider(Shape(stages, count, 1))
+        far = self.best is not None and self.best.step_s * (1 + NEAR) < once < math.inf
+        if far or self.tried[-1].refused == BEATEN:
+            return once
+        return min(once, self.consider(Shape(stages, count)))
+
+    def schedules(self, stages: int, chunks: int) -> Iterator[tuple[str, int]]:
+        given = self.settings.pins.given
+        if "schedule" in given:
+            yield given["schedule"], default_virtual(given["schedule"], given)
+        elif given.get("virtual_stages", 1) > 1:
+            yield "interleaved-1f1b", int(given["virtual_stages"])
+        else:
+            plain, *others = UNASKED
+            yield plain
+            if stages > 1 and self.unasked and "stages" not in given:
+                able = (s for s in others if chunks == 1 or s[0] not in SPLIT_BACKWARD)
+                yield from (s for s in able if s[1] * stages <= self.blocks)
+
+    # one shape
+
+    def consider(self, shape: Shape) -> float:
+        """Try a shape; its step, inf where it is refused or cannot be the best."""
+        if len(self.tried) > 1 or shape.stages > 1:
+            self.progress(f"solve pp={shape.stages} microbatches={shape.microbatches}")
+        try:
+            shaped = self.solved(shape, quick=self.best is not None)
+        except Beaten as error:
+            self.tried.append(Tried(shape, None, refused=BEATEN if error.whatever_memory else CROWDED))
+            return math.inf
+        except (InfeasibleError, PlanError) as error:
+            self.refusal = self.refusal or error
+            self.tried.append(Tried(shape, None, refused=str(error)))
+            return math.inf
+        name = shaped.cut.schedule.name if shaped.cut is not None else ""
+        self.tried.append(Tried(shape, shaped.step_s, name, shaped.found.recompute))
+        if shaped.step_s < self.least(shape):
+            self.best = shaped
+        return shaped.step_s
+
+    def least(self, shape: Shape) -> float:
+        """What a shape has to be faster than."""
+        if self.best is None:
+            return math.inf
+        first = self.best.cut is None and (shape.stages > 1 or shape.microbatches > 1)
+        return self.best.step_s * (1 - (MARGIN if first else SIMPLER))
+
+    def solved(self, shape: Shape, quick: bool) -> Shaped:
+        """The best solution, cut and schedule of a shape.
+
+        Raises:  Beaten, InfeasibleError, PlanError.
+        """
+        settings = self.settings.shaped(shape)
+        staged = shape.stages > 1 or shape.microbatches > 1
+        names = list(self.schedules(shape.stages, int(settings.pins.given.get("loss_chunks", 1))))
+        held = min(held_at_once(*_sizes(name, shape)) for name in names) if staged else 1.0
+        inner = replace(settings.inside_stage(), held=held)
+        levels = list(self.levels)
+        while True:
+            found = search(
+                self.analysis, inside_stage(self.topology, shape.stages), self.profile, inner, self.sinks,
+                levels=levels, beaten_s=self.least(shape) * shape.stages if quick else math.inf, quick=quick,
+            )  # fmt: skip
+            if not staged:
+                step = step_of(found.built, found.solution.options, found.solution.objective_s)
+                return Shaped(shape, found, inner, None, step.total_s)
+            try:
+                best = self.scheduled(found, replace(settings, held=held), shape)
+                return Shaped(shape, found, inner, best, best.step_s)
+            except InfeasibleError:  # what fits all stages together may fit no cut
+                levels = levels[levels.index(found.recompute) + 1 :]
+                if not levels:
+                    raise
+
+    def scheduled(self, found: Found, settings: Settings, shape: Shape) -> Cut:
+        inside = stage_inside(self.analysis, found, settings, self.topology, self.sinks)
+        pins = self.settings.pins
+        if pins.zero and "pp" not in pins.degrees and not zero_level(inside.decisions, self.analysis, pins.zero):
+            raise PlanError(f"pin zero={pins.zero}: with {shape.stages} stages no parameters would be gathered")
+        best: Cut | None = None
+        refusal: AutoparError | None = None
+        for name, virtual in self.schedules(shape.stages, found.loss_chunks):
+            try:
+                tried = cut(inside, name, virtual)
+            except (InfeasibleError, PlanError) as error:
+                refusal = refusal or error
+                continue
+            if best is None or tried.step_s < best.step_s * (1 - SIMPLER):
+                best = tried
+        if best is None:
+            assert refusal is not None
+            raise refusal
+        return best
+
+
+def _sizes(schedule: tuple[str, int], shape: Shape) -> tuple[str, int, int, int]:
+    name, virtual = schedule
+    return name, shape.stages, virtual, shape.microbatches
+
+
+def _batch_rows(analysis: Analysis, settings: Settings, topology: Mesh) -> int:
+    """Rows of the global batch."""
+    batch = Roles(analysis, factor_axes(topology, {}), settings.pins, settings.batch_dims or {}).batch
+    for (value, part), number in analysis.classes.items():
+        if number in batch:
+            return analysis.parts[value].flat[part]
+    return 1
