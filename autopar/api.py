@@ -20,8 +20,11 @@ from autopar.request import Request, make_request, topology_of
 from autopar.runtime.check import agree, digest, share, together
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.process_mesh import connect_world, ensure_process_group
+from autopar.runtime.tree import as_normal
 
 
+@torch.inference_mode(False)  # a loop may plan inside either: what is made here is to be trained
+@torch.enable_grad()
 def plan(
     model: nn.Module,
     mesh: Any,
@@ -74,6 +77,8 @@ def plan(
     return chosen
 
 
+@torch.inference_mode(False)  # a loop may plan inside either: what is made here is to be trained
+@torch.enable_grad()
 def parallelize(
     model: nn.Module,
     mesh: Any,
@@ -198,7 +203,7 @@ def _prepare(
     request: Request,
     tell: Callable[[str], None],
 ) -> Prepared:
-    args, made = example_of(model, args, kwargs)
+    args, made = as_normal(example_of(model, args, kwargs))
     precision = request.precision
     if precision is not None:
         args, made = precision.inputs((args, made))

@@ -27,6 +27,7 @@ from autopar.runtime.check import agree, digest
 from autopar.runtime.module import Lowered, ParallelModule, draws_numbers
 from autopar.runtime.parameters import OLD_PARAMETERS, shard_parameter
 from autopar.runtime.process_mesh import ProcessMesh, connect, connect_pipeline, with_host
+from autopar.runtime.tree import Changes, changed, changes, drops, modes_after
 from autopar.runtime.zero import Lifetime
 from autopar.solver.decide import degrees
 from autopar.solver.report import mesh_of
@@ -57,11 +58,14 @@ def build_module(
     lowering.first = lowering.lowered(prepared, found, decisions, request.dump)
     _, roles = degrees(prepared.analysis, decisions, logical, found.built.roles)
     batch_axes = tuple(a.name for a, role in zip(logical.axes, roles, strict=True) if role == "dp")
+    random = draws_numbers(program) or (not program.training and drops(model))
+    trainable = {s.path: s.trainable for s in program.sources if s.kind == "parameter"}
     module = ParallelModule(
-        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, draws_numbers(program),
-        request.precision, accumulate, owners,
+        chosen, mesh, lowering, state, persistent, program.ties, shards, batch_axes, random, request.precision,
+        accumulate, owners, model, trainable, lowering.modes,
     )  # fmt: skip
-    return module.train(model.training)
+    lowering.changes = changes(module._parts)
+    return module
 
 
 def _shard_state(
@@ -85,8 +89,15 @@ def _shard_state(
             shards[source.path] = (parts, layout)
         elif source.kind == "buffer":
             value = prepared.program.state[source.path]
+            if value.is_meta:
+                if not source.persistent:
+                    raise PlanError(
+                        f"{source.path}: a buffer on meta, which no state dict would fill; make it on a real device "
+                        "before autopar.parallelize"
+                    )
+                value = torch.empty_like(value, device=mesh.device)  # to be loaded, as parameters are
             held = value.detach().to(mesh.device, copy=True).contiguous()
-            if mesh.device_mesh is not None and not held.is_meta:
+            if mesh.device_mesh is not None:
                 dist.broadcast(held, 0)
             state[source.path] = held
             persistent[source.path] = source.persistent
@@ -127,23 +138,36 @@ class _Lowering:
         self.prepared: Prepared | None = prepared
         self.first: Lowered | None = None
         self.kinds = prepared.kinds
+        self.changes: Changes = ()
+        """Of the model when it was captured."""
         state = prepared.program.state
         self.stored = {s.path: state[s.path].dtype for s in prepared.program.sources if s.kind == "parameter"}
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Lowered:
+    def modes(self, training: bool) -> Mapping[str, bool] | None:
+        return modes_after(self.model, training)
+
+    def __call__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        training: bool,
+        changes: Changes = (),
+        unfrozen: tuple[str, ...] = (),
+    ) -> Lowered:
         first, self.first = self.first, None
-        if first is not None and self._matches(args, kwargs, training):
+        same = changes == self.changes and not unfrozen
+        if first is not None and same and self._matches(args, kwargs, training):
             return first
-        self.model.train(training)
-        prepared = prepare(
-            self.model,
-            args,
-            kwargs,
-            name=type(self.model).__name__,
-            outputs=self.request.outputs,
-            strict=self.request.strict,
-            discover=self.request.discover,
-        )
+        with changed(self.model, training, changes, unfrozen):
+            prepared = prepare(
+                self.model,
+                args,
+                kwargs,
+                name=type(self.model).__name__,
+                outputs=self.request.outputs,
+                strict=self.request.strict,
+                discover=self.request.discover,
+            )
         found, decisions = carry_out(prepared, self.plan, self.request.profile, self.request.settings)
         return self.lowered(prepared, found, decisions)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -50,14 +50,21 @@ def agree(views: Mapping[str, int], device: torch.device) -> None:
             )
 
 
-def same_everywhere(value: int, device: torch.device) -> bool:
-    """Is this digest equal on all ranks? One all-reduce; the cheap check of every step."""
+def same_everywhere(value: int, device: torch.device, *flags: bool) -> tuple[bool, ...]:
+    """Is this digest equal on all ranks; is each flag set on any? One all-reduce; the cheap check of every step."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return True
-    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    dist.all_reduce(pair, op=dist.ReduceOp.MAX)
-    high, low = pair.tolist()
-    return bool(high == -low)
+        return True, *flags
+    told = torch.tensor([value, -value, *flags], dtype=torch.int64, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    high, low, *most = told.tolist()
+    return high == -low, *map(bool, most)
+
+
+def of_all(names: Sequence[str]) -> tuple[str, ...]:
+    """The names that any rank gives, in order. A collective call."""
+    everyone: list[Sequence[str]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, names)
+    return tuple(sorted({name for each in everyone for name in each}))
 
 
 def share(make: Any, device: torch.device) -> Any:

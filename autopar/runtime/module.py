@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,14 +25,17 @@ from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import OutputRef, Program
 from autopar.runtime.anomaly import allow_anomaly_mode
-from autopar.runtime.check import digest, same_everywhere, share, value_digest
+from autopar.runtime.check import of_all, same_everywhere, share
+from autopar.runtime.key import Key, digest_of, key_of, short
+from autopar.runtime.loading import localize
 from autopar.runtime.moves import use_groups
 from autopar.runtime.optimizer_form import STEPPED
 from autopar.runtime.optimizers import SHARDED
-from autopar.runtime.parameters import as_dtensor, full_tensors, locals_of, place
+from autopar.runtime.parameters import Stored, as_dtensor, full_tensors, locals_of, place
 from autopar.runtime.pipeline_state import count_norms_over_stages, full_tensors_of_stages
 from autopar.runtime.process_mesh import ProcessMesh
 from autopar.runtime.random import Draws, drawing
+from autopar.runtime.tree import Changes, as_normal, changes, names_of, plant, prune, refuse_conversion
 from autopar.runtime.zero import Lifetime, Wholes
 from autopar.schedule.build import KINDS
 
@@ -52,8 +53,9 @@ class Lowered:
     """Parameters that are gathered once a step, before the program runs."""
 
 
-Lower = Callable[[tuple[Any, ...], dict[str, Any], bool], Lowered]
-"""(args, kwargs, training) -> the lowered program; captures again when need be."""
+Lower = Callable[[tuple[Any, ...], dict[str, Any], bool, Changes, tuple[str, ...]], Lowered]
+"""(args, kwargs, training, changes of parts, parameters no longer frozen) -> the lowered program; captures again when
+need be."""
 
 
 class ParallelModule(nn.Module):
@@ -81,9 +83,14 @@ class ParallelModule(nn.Module):
         precision: Precision | None = None,
         accumulate: int = 1,
         owners: Mapping[str, tuple[int, ...]] | None = None,
+        model: nn.Module | None = None,
+        trainable: Mapping[str, bool] | None = None,
+        modes: Callable[[bool], Mapping[str, bool] | None] = lambda training: None,
     ) -> None:
         """random: the program draws random numbers; its seed is rank 0's `torch.initial_seed()` of now.
         owners: in a pipeline, the ranks of it that hold each parameter; the others are not in `state`.
+        model: whose tree of modules this one takes over. trainable: by parameter, had it a gradient at the capture?
+        modes: what the model's own `train` makes of a mode, by path, if it has one.
         """
         super().__init__()
         self.plan = plan
@@ -92,20 +99,23 @@ class ParallelModule(nn.Module):
         self._mesh, self._lower, self._shards, self._batch_axes = mesh, lower, shards, batch_axes
         self._cache: dict[Any, Lowered] = {}
         self._first = True
-        self._memory: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._stored = Stored()
         self._precision = precision or Precision()
         self._wholes = Wholes(mesh, accumulate)
         self._random = random
         self._draws = Draws(
             share(torch.initial_seed, mesh.device) if mesh.device_mesh is not None else torch.initial_seed()
         )
-        self._state_names = dict(ties)
+        self._state_names, self._trainable, self._modes = dict(ties), dict(trainable or {}), modes
+        self._parts = plant(self, model) if model is not None else ()
+        self._names = tuple(names_of(model)) if model is not None else ()
         for name, value in state.items():
             place(self, name, value, persistent=persistent.get(name, True))
         for alias, name in ties.items():
             if name in state:
                 place(self, alias, state[name], persistent=persistent.get(name, True))
-        self._refuse_replaced(dict(self.named_parameters()))
+        prune(self._parts)
+        self._stored.refuse_replaced(dict(self.named_parameters()))
         if mesh.line is not None:
             count_norms_over_stages(self, mesh.line, self._owners)
         SHARDED.add(self.parameters())
@@ -131,15 +141,25 @@ class ParallelModule(nn.Module):
         STEPPED.add(other.parameters())
         return other
 
+    def __getstate__(self) -> Any:
+        raise PlanError(
+            "a parallel module belongs to its process group and cannot be pickled: save m.full_state_dict(), or "
+            "m.state_dict() by torch.distributed.checkpoint"
+        )
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
-        """What `to`, `cpu`, `double` and the like call: parameters stay what and where the plan says."""
-        for name, held in (*self.named_parameters(), *self.named_buffers()):
-            value = fn(held.detach())
-            if (value.dtype, value.device.type) != (held.dtype, held.device.type):
-                raise PlanError(
-                    f"{name}: {held.dtype} on {held.device.type} cannot become {value.dtype} on {value.device.type} in "
-                    "a parallel module: convert the model before autopar.parallelize, or pass precision="
-                )
+        refuse_conversion(self, fn)
+        return self
+
+    def share_memory(self) -> ParallelModule:
+        raise PlanError("a parallel module's shards cannot be moved to shared memory: each process holds its own")
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As the model's own `train` does, where it has one."""
+        super().train(mode)
+        own = self._modes(mode) or {}
+        for path, part in self._parts:
+            part.training = own.get(path, part.training)
         return self
 
     # calls
@@ -149,11 +169,11 @@ class ParallelModule(nn.Module):
         if torch.is_anomaly_enabled():
             allow_anomaly_mode()
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        self._agree(leaves, spec)
+        key = self._agree(leaves, spec)
         leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
         leaves = [leaf.to(self._mesh.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         leaves = self._precision.inputs(leaves)
-        lowered = self._lowered(leaves, spec)
+        lowered = self._lowered(key, leaves, spec)
         program = lowered.program
         inputs = iter([leaf for leaf, tensor in zip(leaves, program.in_tensors, strict=True) if tensor])
         values = self._values(lowered, inputs)
@@ -169,7 +189,7 @@ class ParallelModule(nn.Module):
         written = {sink.path for sink in lowered.program.sinks if sink.kind == "state"}
         held = {s.path: _find(self, s.path) for s in sources if s.kind != "input"}
         stored = {path: value for path, value in held.items() if value is not None}
-        self._refuse_replaced(stored)
+        self._stored.refuse_replaced(stored)
         local = dict(zip(stored, locals_of(list(stored.values())), strict=True))
         once = {p: (stored[p], local[p], life) for p, life in lowered.lifetimes.items() if p in local}
         local.update(self._wholes.tensors(once))
@@ -185,52 +205,49 @@ class ParallelModule(nn.Module):
                 values.append(lowered.program.state[source.path].to(self._mesh.device))
         return values
 
-    def _refuse_replaced(self, stored: Mapping[str, torch.Tensor]) -> None:
-        """torch lets `p.data = value` pass on a DTensor, and goes on with the old values."""
-        for path, parameter in stored.items():
-            if isinstance(parameter, DTensor):
-                memory = parameter.untyped_storage()._cdata
-                known, before = self._memory.get(path, (None, memory))
-                if known is None or known() is not parameter:
-                    self._memory[path] = weakref.ref(parameter), memory
-                elif memory != before:
-                    raise PlanError(
-                        f"{path}: p.data = ... (as nn.utils.vector_to_parameters does) leaves the values of a DTensor "
-                        "as they were; write them in place, under torch.no_grad(): p.copy_(...)"
-                    )
-
-    def _lowered(self, leaves: list[Any], spec: Any) -> Lowered:
-        key = (self.training, str(spec), tuple(map(_described, leaves)))
+    def _lowered(self, key: Key, leaves: list[Any], spec: Any) -> Lowered:
         if key not in self._cache:
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-            self._cache[key] = self._lower(args, kwargs, self.training)
+            with torch.inference_mode(False), torch.enable_grad():  # the program serves every later call, too
+                args, kwargs = pytree.tree_unflatten(as_normal(leaves), spec)
+                self._cache[key] = self._lower(args, kwargs, self.training, *key[3:])
             self._random = self._random or draws_numbers(self._cache[key].program)
         return self._cache[key]
 
-    def _agree(self, leaves: list[Any], spec: Any) -> None:
-        """Before anything is gathered: do all ranks see the same shapes? In the first call: the same values, too?"""
+    def _agree(self, leaves: list[Any], spec: Any) -> Key:
+        """Before anything is gathered: do all ranks see the same shapes? In the first call: the same values, too?
+
+        Returns: what decides which program runs.
+        """
+        at = {name: p.requires_grad for name in self._trainable if (p := _find(self, name)) is not None}
+        unfrozen = tuple(name for name, now in at.items() if now and not self._trainable[name])
+        key = key_of(self.training, spec, leaves, changes(self._parts), unfrozen)
         if self._mesh.device_mesh is None:
-            return
-        key = (self.training, str(spec), tuple(map(_described, leaves)))
+            return key
         if self._asynchronous:
             if key in self._cache:
-                return  # to compare would be to wait for the last stage
+                if self._wholes.may_have_changed():
+                    self._wholes.drop()
+                return key  # to compare would be to wait for the last stage
             if self.training and any(training for training, *_ in self._cache):
                 raise PlanError(
                     f"schedule {self.plan.schedule}: an asynchronous pipeline trains on batches of one shape, since "
-                    f"gradients of earlier calls are on their way; leave out a smaller last batch. Here: {_short(key)}"
+                    f"gradients of earlier calls are on their way; leave out a smaller last batch. Here: {short(key)}"
                 )
-        mine = [digest(re.sub(r" at 0x[0-9a-f]+", "", str(key)))]  # where an object lies in memory says nothing
-        if self._first:
-            mine += [value_digest(x) for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
-        if not same_everywhere(digest(str(mine)), self._mesh.device):
-            what = "shape, dtype, mode or value" if self._first else "shape, dtype, mode or other arguments"
+        told = key[:4] if self._mesh.line is not None else (*key, at)  # stages hold different parameters
+        mine = digest_of(told, leaves if self._first else ())
+        flags = bool(unfrozen), self._wholes.may_have_changed()
+        same, anywhere, written = same_everywhere(mine, self._mesh.device, *flags)
+        if not same:
+            what = "value" if self._first else "other arguments"
             raise RuntimeMismatchError(
-                f"the inputs of this call differ between ranks in {what}; pass the same global batch on every "
-                f"rank, or each rank's own part, of equal size, through m.shard(batch). Here "
-                f"(rank {self._mesh.rank}): {_short(key)}"
+                f"the inputs of this call differ between ranks in shape, dtype, mode, requires_grad or {what}; pass "
+                f"the same global batch on every rank, or each rank's own part, of equal size, through "
+                f"m.shard(batch). Here (rank {self._mesh.rank}): {short(key)}"
             )
         self._first = False
+        if written:
+            self._wholes.drop()
+        return (*key[:4], of_all(unfrozen)) if anywhere and self._mesh.line is not None else key
 
     def _update_state(self, program: Program, results: tuple[Any, ...]) -> None:
         """Keep what forward wrote to buffers and parameters; each rank has the whole new value."""
@@ -258,41 +275,46 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Plain tensors under the original names, ties kept; a collective call: every rank must make it."""
         held = {k: v for k, v in self.state_dict(keep_vars=True).items() if k != _EXTRA}
+        other = {k: v for k, v in held.items() if not isinstance(v, torch.Tensor)}  # extra states
+        held = {k: v for k, v in held.items() if k not in other}
         if self._mesh.line is None:
-            return full_tensors(held)
+            return {**full_tensors(held), **other}
         shapes = {path: parts.shape for path, (parts, _) in self._shards.items()}
-        return full_tensors_of_stages(held, shapes, self._state_names, self._owners, self._mesh.line)
+        found = full_tensors_of_stages(held, shapes, self._state_names, self._owners, self._mesh.line)
+        return {**{name: found[name] for name in self._names if name in found}, **found, **other}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Accepts this module's own (DTensor) state dict and the single-device model's full one."""
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        found = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        SHARDED.add(self.parameters())  # assign=True makes new ones
+        STEPPED.add(self.parameters())
+        return found
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._random:
             destination[prefix + _EXTRA] = self._draws.to_tensor()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
         """Also as part of a larger module. A state dict without seed and counters (the single-device model's) leaves
         ours as they are.
         """
-        saved = state_dict.pop(prefix + _EXTRA, None)
-        if saved is not None:
-            self._draws.load(saved)
+        saved = state_dict.get(prefix + _EXTRA)
+        if isinstance(saved, torch.Tensor) and saved.dtype == torch.int64 and saved.shape == (3,):  # else the model's
+            self._draws.load(state_dict.pop(prefix + _EXTRA))
         held = self.state_dict(keep_vars=True)
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            name, value = key.removeprefix(prefix), state_dict[key]
-            mine, stored = held.get(name), self._state_names.get(name, name)
-            if mine is None and stored in self._owners:
-                del state_dict[key]  # of another stage
-            elif isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                parts, layout = self._shards[stored]
-                if tuple(value.shape) == parts.shape:
-                    there = value.to(mine.to_local().device)  # the host's memory, where it is offloaded
-                    local = shard_of(there, parts, layout, self._mesh.logical.sizes, self._mesh.coordinate)
-                    state_dict[key] = as_dtensor(local.clone(), parts, layout, self._mesh)
+        names = (*self._owners, *(alias for alias, name in self._state_names.items() if name in self._owners))
+        elsewhere = [name for name in names if name not in held]
+        assign = metadata.get("assign_to_params_buffers", False)
+        absent, wrong = localize(
+            state_dict, prefix, held, self._shards, self._state_names, elsewhere, self._mesh, assign
+        )
+        missing.extend(absent)
+        errors.extend(wrong)
         self.parameters_changed()
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     # data
 
@@ -335,8 +357,8 @@ class ParallelModule(nn.Module):
 
     def parameters_changed(self) -> None:
         """Say that parameters were changed otherwise than by an optimizer's step, by `load_state_dict`, or in place one
-        by one (`p.clamp_(...)`): at ZeRO levels 1 and 2 gathered copies are kept, and a write through `p.data` or
-        `torch._foreach_*` cannot be seen.
+        by one (`p.clamp_(...)`, `p.data.copy_(...)`): at ZeRO levels 1 and 2 gathered copies are kept, and a write by
+        `torch._foreach_*`, or through `p.to_local().data`, cannot be seen.
         """
         self._wholes.drop()
 
@@ -374,18 +396,3 @@ def _find(root: nn.Module, path: str) -> torch.Tensor | None:
         return None
     found = at._parameters.get(leaf)
     return found if found is not None else at._buffers.get(leaf)
-
-
-def _described(leaf: Any) -> tuple[Any, ...]:
-    """What decides which program runs; of a DTensor its local shape, since ranks know no other before they talk."""
-    if isinstance(leaf, DTensor):
-        placements = tuple(map(str, leaf.placements))
-        return (tuple(leaf.to_local().shape), leaf.dtype, leaf.requires_grad, placements)
-    if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    return (type(leaf).__name__, repr(leaf))
-
-
-def _short(key: Any) -> str:
-    text = f"training={key[0]}, inputs {[d for d in key[2]]}"
-    return text if len(text) < 300 else text[:297] + "..."

@@ -50,6 +50,7 @@ class Sharded:
                 f"{type(optimizer).__name__}(fused=True) cannot step DTensors in this torch: leave fused out, or pass "
                 "foreach=True"
             )
+        self._refuse_state(optimizer, ours)
         why = next((REFUSED[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in REFUSED), None)
         if why is None:
             return
@@ -58,6 +59,23 @@ class Sharded:
                 f"{type(optimizer).__name__} cannot step sharded parameters: it {why}; use AdamW, SGD or Muon, or pin "
                 "zero=0 and tp=1"
             )
+
+    def _refuse_state(self, optimizer: torch.optim.Optimizer, ours: Iterable[torch.Tensor]) -> None:
+        """What was loaded belongs to other parameters: of one device, or of other stages of a pipeline."""
+        name = type(optimizer).__name__
+        for p in ours:
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
+                    raise PlanError(
+                        f"{name}: {key} is one device's, and the parameter a DTensor; load it by "
+                        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict(m, optimizer, state, "
+                        "options=StateDictOptions(full_state_dict=True))"
+                    )
+            if any("lr" in optimizer.defaults and "lr" not in group for group in optimizer.param_groups):
+                raise PlanError(
+                    f"{name} was loaded with groups of parameters of other stages of a pipeline: pass "
+                    "options=StateDictOptions(flatten_optimizer_state_dict=True) where it is saved and loaded"
+                )
 
 
 SHARDED = Sharded()

@@ -99,6 +99,30 @@ def place(root: nn.Module, path: str, value: torch.Tensor, *, persistent: bool =
         at.register_buffer(leaf, value, persistent=persistent)
 
 
+class Stored:
+    """Where the shards of parameters lie in memory."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stored:
+        return Stored()
+
+    def refuse_replaced(self, stored: Mapping[str, torch.Tensor]) -> None:
+        """torch lets `p.data = value` pass on a DTensor, and goes on with the old values."""
+        for path, parameter in stored.items():
+            if isinstance(parameter, DTensor):
+                memory = parameter.untyped_storage()._cdata
+                known, before = self._memory.get(path, (None, memory))
+                if known is None or known() is not parameter:
+                    self._memory[path] = weakref.ref(parameter), memory
+                elif memory != before:
+                    raise PlanError(
+                        f"{path}: p.data = ... (as nn.utils.vector_to_parameters does) leaves the values of a DTensor "
+                        "as they were; write them in place, under torch.no_grad(): p.copy_(...)"
+                    )
+
+
 class OldParameters:
     """The single-device parameters that `parallelize` replaced: an optimizer that steps them is a mistake."""
 

@@ -16,7 +16,8 @@ need not be gathered for that.
 
 The parameters change in an optimizer step (torch's public post-step hook says so: fused and foreach steps move no
 version counter), in `load_state_dict`, when they are written in place one by one (`p.clamp_(...)` moves the DTensor's
-counter), and when `parameters_changed()` says so. Gradients that are still parts when an optimizer steps are reduced
+counter), through `p.data` (whose reader may write: see `_tell_of_data`), and when `parameters_changed()` says so.
+Gradients that are still parts when an optimizer steps are reduced
 before it does. Where `.grad` is there already, and is no part (after `zero_grad(set_to_none=False)`), every backward
 reduces.
 """
@@ -65,6 +66,8 @@ class Wholes:
         self._held: dict[tuple[str, Layout], Whole] = {}
         self._awaited: set[Whole] = set()
         self._arrived: list[tuple[Whole, torch.Tensor]] = []
+        self._read = False
+        self._readers: list[weakref.ref[torch.Tensor]] = []
 
     def tensors(self, once: Mapping[str, tuple[torch.Tensor, torch.Tensor, Lifetime]]) -> dict[str, torch.Tensor]:
         """What the program reads, by path, of (parameter, its shard, lifetime); differentiable by the parameters.
@@ -155,6 +158,17 @@ class Wholes:
         for (whole, parameter, _), gradient in zip(parts, sums, strict=True):
             parameter.grad = whole.shard_gradient(gradient.to(parameter.dtype))
 
+    def handed_out(self, data: torch.Tensor) -> None:
+        """Somebody may write to a parameter through this tensor, unseen, as long as it lives."""
+        self._read = True
+        self._readers.append(weakref.ref(data))
+
+    def may_have_changed(self) -> bool:
+        """On this rank, since this was last asked; all ranks must drop what they have gathered, or none."""
+        self._readers = [ref for ref in self._readers if ref() is not None]
+        read, self._read = self._read or bool(self._readers), False
+        return read
+
     def drop(self) -> None:
         """Parameters have changed: gather them again at their next use."""
         for whole in self._held.values():
@@ -169,16 +183,17 @@ class Whole:
         self.value: torch.Tensor | None = None
         self.key: tuple[int, ...] = ()
         self.backwards = 0
-        self.unsynced = self.due = False
+        self.unsynced = self.due = self.hooked = False
         self.parameter: weakref.ref[torch.Tensor] | None = None
         self.axes, self.steps = _steps(owner.mesh, lifetime)
 
     def follow(self, parameter: torch.Tensor) -> None:
         if self.parameter is None or self.parameter() is not parameter:
-            self.parameter, self.value = weakref.ref(parameter), None
+            self.parameter, self.value, self.hooked = weakref.ref(parameter), None, False
             FOLLOWED.add(self, parameter)
-            if self.lifetime.level == 1 and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_tell_arrived(weakref.ref(self)))
+        if self.lifetime.level == 1 and parameter.requires_grad and not self.hooked:
+            parameter.register_post_accumulate_grad_hook(_tell_arrived(weakref.ref(self)))
+            self.hooked = True
 
     def key_of(self, shard: torch.Tensor) -> tuple[int, ...]:
         """What moves when the parameter is written in place by hand (`p.clamp_(...)` under `no_grad`)."""
@@ -303,6 +318,7 @@ class _Followed:
         if not self._hooked:
             register_optimizer_step_pre_hook(self._before)
             register_optimizer_step_post_hook(self._after)
+            _tell_of_data(self)
             self._hooked = True
         key = id(parameter)
         if key not in self._wholes:
@@ -315,6 +331,12 @@ class _Followed:
         held = [(p, ref()) for p in parameters for ref in self._wholes.get(id(p), ())]
         return [(p, whole) for p, whole in held if whole is not None]
 
+    def read(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
+        """`parameter.data` was read."""
+        for whole in (ref() for ref in self._wholes.get(id(parameter), ())):
+            if whole is not None and whole.parameter is not None and whole.parameter() is parameter:
+                whole.owner.handed_out(data)
+
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         parts: dict[Wholes, list[tuple[Whole, torch.Tensor]]] = {}
         for parameter, whole in self._of(optimizer):
@@ -326,6 +348,20 @@ class _Followed:
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for _, whole in self._of(optimizer):
             whole.value, whole.owner.keep = None, True
+
+
+def _tell_of_data(followed: _Followed) -> None:
+    """Let a DTensor tell when its `.data` is read: what is written to that moves no version counter of the parameter,
+    as an average of weights that is swapped in by `p.data.copy_(average)`.
+    """
+    plain = torch.Tensor.data
+
+    def read(self: DTensor) -> torch.Tensor:
+        data: torch.Tensor = plain.__get__(self)  # type: ignore[attr-defined]
+        followed.read(self, data)
+        return data
+
+    DTensor.data = property(read, lambda self, value: plain.__set__(self, value))  # type: ignore[assignment,attr-defined]
 
 
 FOLLOWED = _Followed()

@@ -8,6 +8,7 @@ from tests.end_to_end import lowered, offload, precision
 
 HERE = "tests.end_to_end"
 PARTS = {
+    "around": [f"{HERE}.around:run_cases", {}],
     "loops": [f"{HERE}.loops:run_cases", {}],
     "lowered": [f"{HERE}.lowered:run_cases", {"mesh": "2", "cases": lowered.pairwise()}],
     "offload": [f"{HERE}.offload:run_cases", {"cases": offload.SOME}],
@@ -23,7 +24,13 @@ def payload(items):
     return {"parts": {name: PARTS[name] for name in PARTS if name in asked}}
 
 
-RUN = Ahead(f"{HERE}.together:run", 2, payload, 1200, (*CAPTURE, "functorch.compile", "torch.distributed.fsdp"))
+RUN = Ahead(
+    f"{HERE}.together:run",
+    2,
+    payload,
+    1200,
+    (*CAPTURE, "functorch.compile", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the tests are put in order
