@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from autopar.errors import MeshError
 from autopar.layout import Layout, Parts
 from autopar.mesh import LogicalMesh
-from autopar.runtime import checkpoint
+from autopar.runtime import checkpoint, gloo
 from autopar.runtime.transfer import AxisGroup
 
 
@@ -137,7 +137,7 @@ def connect_pipeline(logical: LogicalMesh, inner: LogicalMesh) -> ProcessMesh:
 
 
 def check_world(size: int) -> None:
-    """Raises: MeshError when the running process group is not of this size."""
+    """Asked before anything is sent. Raises: MeshError when the running process group is not of this size."""
     if not dist.is_available() or not dist.is_initialized():
         raise MeshError(
             f"the mesh has {size} devices, but no process group runs; start the script with torchrun "
@@ -148,6 +148,8 @@ def check_world(size: int) -> None:
             f"the mesh has {size} devices, but {dist.get_world_size()} processes run; start {size}, or pass a mesh "
             f"of {dist.get_world_size()}"
         )
+    if "cpu:gloo" in dist.get_backend_config():
+        gloo.install()
 
 
 def torch_placements(layout: Layout, parts: Parts) -> tuple[TorchPlacement, ...]:

@@ -9,6 +9,7 @@ from tests.end_to_end import lowered, offload, precision
 HERE = "tests.end_to_end"
 PARTS = {
     "around": [f"{HERE}.around:run_cases", {}],
+    "gloo": [f"{HERE}.gloo:run_cases", {}],
     "loops": [f"{HERE}.loops:run_cases", {}],
     "lowered": [f"{HERE}.lowered:run_cases", {"mesh": "2", "cases": lowered.pairwise()}],
     "offload": [f"{HERE}.offload:run_cases", {"cases": offload.SOME}],
