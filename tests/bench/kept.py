@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from autopar import api, assemble, pipeline, staged
+from autopar import api, assemble, staged
 from autopar.pipeline import Prepared
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.solver import shapes
 
 named: list[str] = [""]
 """The model of the case that runs; the last counts."""
@@ -39,7 +40,7 @@ def keep() -> None:
     """From now on."""
     api.prepare = assemble.prepare = _prepared(api.prepare)  # type: ignore[attr-defined]
     assemble.connect_pipeline = _once(_connected, assemble.connect_pipeline, lambda *meshes: repr(meshes))  # type: ignore[attr-defined]
-    pipeline.search = _once(_found, pipeline.search, lambda analysis, *what, **how: repr((what[0], what[3], how)))  # type: ignore[attr-defined]
+    shapes.search = _once(_found, shapes.search, lambda analysis, *what, **how: repr((what[0], what[3], how)))  # type: ignore[attr-defined]
     assemble.carry_out = _once(_carried_out, assemble.carry_out, _inside)  # type: ignore[attr-defined]
     staged.Compiled = _once(_lowered, staged.Compiled, _text)  # type: ignore[misc,assignment,attr-defined]
     staged._Builder.local = _local(staged._Builder.local)  # type: ignore[method-assign]
