@@ -1,4 +1,4 @@
-"""The command line: `autopar plan|show|simulate|verify|dump|export|demo|models|validate|calibrate`.
+"""The command line: `autopar plan|show|explain|simulate|verify|dump|export|demo|models|validate|calibrate`.
 
 Enters: arguments. Leaves: a table, or with --json one JSON document and nothing else, on standard output; exit status
 0 done, 1 an error of ours or a comparison that failed (one line on standard error, a traceback only with --debug),
@@ -98,6 +98,15 @@ def show(args: argparse.Namespace) -> Outcome:
 
     found = Plan.load(args.plan)
     return Outcome(found.to_dict(), found.table(ops=args.ops))
+
+
+def explain(args: argparse.Namespace) -> Outcome:
+    """`autopar explain plan.json [PATTERN]`: each decision, its runner-up, and what the difference costs."""
+    from autopar.explain import explain as explained
+    from autopar.plan import Plan
+
+    found = explained(Plan.load(args.plan), args.pattern)
+    return Outcome(found.to_dict(), found.table())
 
 
 def simulate(args: argparse.Namespace) -> Outcome:
@@ -251,6 +260,7 @@ def calibrate(args: argparse.Namespace) -> Outcome:
 COMMANDS = {
     "plan": plan,
     "show": show,
+    "explain": explain,
     "simulate": simulate,
     "verify": verify,
     "dump": dump,

@@ -112,6 +112,10 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], Any]], ver
     option("plan", metavar="plan.json")
     option("--ops", action="store_true", help="with every op, its layouts, bytes and seconds")
 
+    option = add("explain", "each decision of a plan, its runner-up, and what the difference costs")
+    option("plan", metavar="plan.json")
+    option("pattern", metavar="PATTERN", nargs="?", help="of names: `*` stands for anything; or a part of a name")
+
     option = add("simulate", "step time, idle time and memory of a plan, by stage")
     option("plan", metavar="plan.json")
     option("--timeline", metavar="FILE", help="write a picture (.png, .svg, .pdf) or a Perfetto / Chrome trace (.json)")

@@ -39,6 +39,7 @@ from autopar.runtime.module import Lowered
 from autopar.solver.decide import decide
 from autopar.solver.problem_text import problem_text
 from autopar.solver.report import fixed_of, make_plan, mesh_of
+from autopar.solver.runner_up import runners_up
 from autopar.solver.search import Found, on_axes
 from autopar.solver.settings import Settings, Shape
 from autopar.solver.shapes import best_shape
@@ -150,7 +151,9 @@ def choose(
     plan = make_plan(
         analysis, found, shaped.settings, prepared.sinks, prepared.capture_s, time.perf_counter() - started
     )
-    solver = {**plan.solver, "tried": [t.to_dict() for t in shaped.tried]} if len(shaped.tried) > 1 else plan.solver
+    solver = {**plan.solver, "runners_up": runners_up(found.built, found.solution.options, shaped.shape.stages)}
+    if len(shaped.tried) > 1:
+        solver["tried"] = [t.to_dict() for t in shaped.tried]
     plan = replace(plan, pins=dict(pins.given), notes=(*plan.notes, *shaped.notes), solver=solver)
     return plan if shaped.cut is None else pipeline_plan(plan, shaped.cut, pins.given)
 

@@ -73,6 +73,8 @@ _TRIED = record(
     {"schedule": text, "recompute": text, "refused": text},
 )
 
+_RUNNER_UP = record({"chosen": listing(text), "instead": listing(text), "costs_s": _any_figure, "bytes": _any_figure})
+
 _cut = record({"first_op": text, "last_op": text})
 
 
@@ -137,7 +139,7 @@ _FIELDS: dict[str, Check] = {
         {"name": text}
         | dict.fromkeys(("objective", "bound", "gap"), nullable(_any_figure))
         | dict.fromkeys(("capture_s", "price_s", "solve_s", "total_s"), _figure),
-        {"tried": listing(_TRIED)},
+        {"tried": listing(_TRIED), "runners_up": mapping(mapping(_RUNNER_UP))},
     ),
     "notes": listing(text),
     "pins": mapping(schema.anything),
