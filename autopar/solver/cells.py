@@ -47,7 +47,8 @@ def cells_of(analysis: Analysis, found: Found, stages: int, weights: Mapping[str
             ahead, total = float(price.forward_s[index]), float(price.compute_s[index] + price.communication_s[index])
             forward_s += ahead
             weight_grad_s += float(price.weight_s[index])
-            input_grad_s += total - ahead - float(price.weight_s[index]) + (ahead if first in built.recomputed else 0.0)
+            again = ahead if first in built.recomputed else 0.0
+            input_grad_s += max(0.0, total - ahead - float(price.weight_s[index])) + again
             activation += saved.get(node.name, 0.0)
             for value in analysis.ops[node.name].ins:
                 stored = built.representative.get(value, "") if value not in analysis.ops else ""

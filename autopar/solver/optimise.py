@@ -36,6 +36,7 @@ QUICK_DOMINANCE = 5e6  # entries compared a choice before any bound is known; tw
 SMALL_PROGRAM = 3_000  # columns of the first, partial program
 LARGE_PROGRAM = 400_000  # columns beyond which HiGHS does not finish its relaxation in useful time
 PROOF_GAP = 1e-9  # a gap of the size of rounding: sums in another order differ by this much
+QUICK_GAP = 0.01  # where problems are compared that differ by more
 ROUNDS = 3  # of bound and drop; each makes the next one sharper
 
 
@@ -63,7 +64,7 @@ def solve(
              to rounding (1e-9).
              start: an assignment to begin with, one option a choice; a better one is looked for.
              beaten_s: what another problem's answer costs; nothing is looked for where this one's cannot be cheaper.
-             quick: without integer search, so that the gap may be missed.
+             quick: to a gap of `QUICK_GAP`, and without integer search, so that even that may be missed.
     Raises:  Beaten: even without the memory row no assignment is cheaper than `beaten_s`.
              InfeasibleError: no assignment meets the rows, or none was found in time. Its attributes: `proven` (bool),
              `least_bytes` (least memory of any assignment), `missing_bytes` (that less the limit, at least 0),
@@ -71,7 +72,7 @@ def solve(
     """
     begun_s = time.monotonic()
     deadline_s = begun_s + time_limit_s
-    target = max(relative_gap, PROOF_GAP)
+    target = max(relative_gap, QUICK_GAP if quick else PROOF_GAP)
     try:
         reduction = simplify(problem)
     except NoOptionError as error:

@@ -166,7 +166,8 @@ def _recomputing(
             break
         tried = replace(settings, recompute=level, loss_chunks=chunks)
         try:
-            found = _solve(analysis, mesh, profile, tried, sinks, time_limit_s, at_hand_s, quick)
+            known_s = min(at_hand_s, best.solution.objective_s) if best is not None else at_hand_s
+            found = _solve(analysis, mesh, profile, tried, sinks, time_limit_s, known_s, quick)
         except Beaten:
             if best is None:
                 raise Beaten(refusal is None) from None

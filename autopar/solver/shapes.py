@@ -26,7 +26,7 @@ from autopar.rules.analyse import Analysis
 from autopar.solver.decide import zero_level
 from autopar.solver.optimise import Beaten
 from autopar.solver.roles import Roles
-from autopar.solver.search import Found, search
+from autopar.solver.search import GAP, Found, search
 from autopar.solver.settings import Settings, Shape
 from autopar.solver.stages import Cut, cut, default_virtual, held_at_once, stage_inside
 from autopar.solver.step import step_of
@@ -39,8 +39,9 @@ BEATEN = "the best step is faster than this one can be"
 CROWDED = "the best step is faster than this one can be in the memory there is"
 MICROBATCHES_ALONE = (2, 4, 8, 16, 32)
 """The same without stages, where a whole batch at once takes too much memory."""
-NEAR = 0.1
-"""A shape slower than the best by more than this is not tried at another ZeRO level."""
+PATIENCE = 2
+"""So many numbers of stages in a row, each no faster than the best shape, end the search in their direction; one does
+where the best shape has stages."""
 MICROBATCHES_A_STAGE = (2, 4, 8)
 """Micro-batches tried for each pipeline rank, as far as the batch has rows for them; the middle one first."""
 UNASKED = (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2))
@@ -120,39 +121,50 @@ class _Searcher:
 
     def run(self) -> None:
         pins = self.settings.pins
-        last = math.inf
-        for stages in self.stage_counts():
-            least = min(self.counts_tried(stages), default=math.inf)
-            if self.best is None and "pp" in pins.degrees and "microbatches" not in pins.given:
-                self.consider(Shape(stages, 1, pins.zero))  # a model that needs its whole batch at once
-                if self.best is not None:
-                    self.best = replace(self.best, notes=(f"one micro-batch: {self.refusal}",))
-            if self.best is not None and last < least < math.inf and self.best.step_s < least:
-                break  # more stages were slower twice
-            last = min(last, least) if stages > 1 else math.inf
+        first = pins.degrees.get("pp", 1)
+        self.try_stages(first)
+        if self.best is None and "pp" in pins.degrees and "microbatches" not in pins.given:
+            self.consider(Shape(first, 1, pins.zero))  # a model that needs its whole batch at once
+            if self.best is not None:
+                self.best = replace(self.best, notes=(f"one micro-batch: {self.refusal}",))
+        counts = self.stage_counts()
+        middle = len(counts) // 2
+        for way in (counts[middle:], counts[:middle][::-1]):
+            slower = 0
+            for stages in way:
+                found = self.best is not None and self.best.shape.stages > 1
+                if slower == (1 if found else PATIENCE) or not self.promising():
+                    break
+                before = self.best
+                self.try_stages(stages)
+                slower = 0 if self.best is not before else slower + 1
         if self.best is not None and len(self.tried) > 1:
+            shape = self.best.shape
+            if shape.zero != pins.zero:  # each parameter's own choice, too
+                self.consider(replace(shape, zero=pins.zero))
             self.polish(self.best)
 
     def polish(self, best: Shaped) -> None:
-        """The best shape once more, over all factorings and to the full gap."""
+        """The best shape once more, at its level of recomputation over all factorings, and to the full gap."""
+        found = best.found
+        if found.solution.gap <= GAP and self.topology.size == best.shape.stages:
+            return
         try:
-            again = self.solved(best.shape, quick=False)
+            again = self.solved(best.shape, False, [found.recompute], found.solution.objective_s * (1 + GAP))
         except (Beaten, InfeasibleError, PlanError):
             return
-        if again.step_s < best.step_s:
+        if again.step_s < best.step_s * (1 + GAP):
             self.best = again
 
     # what is tried
 
-    def stage_counts(self) -> Iterator[int]:
-        """Pipeline ranks."""
+    def stage_counts(self) -> list[int]:
+        """Pipeline ranks that may be chosen unasked; the middle one is tried first."""
         pins = self.settings.pins
-        pinned = pins.degrees.get("pp")
-        yield pinned or 1
-        if pinned or not self.unasked or pins.layouts:
-            return
+        if "pp" in pins.degrees or not self.unasked or pins.layouts:
+            return []
         left = self.topology.size // math.prod(pins.degrees.values())
-        yield from (n for n in range(2, min(left, self.blocks) + 1) if left % n == 0 and self.promising())
+        return [n for n in range(2, min(left, self.blocks) + 1) if left % n == 0]
 
     def promising(self) -> bool:
         """Is there more than compute to save?"""
@@ -162,19 +174,19 @@ class _Searcher:
         step = step_of(best.found.built, best.found.solution.options, best.found.solution.objective_s)
         return best.step_s * (1 - MARGIN) > step.compute_s / best.settings.pipeline_ranks
 
-    def counts_tried(self, stages: int) -> Iterator[float]:
-        """Tries numbers of micro-batches, divisors of the batch; the step of each."""
+    def try_stages(self, stages: int) -> None:
+        """Tries numbers of micro-batches, divisors of the batch."""
         given, unasked = self.settings.pins.given, self.unasked
         data = self.settings.pins.degrees.get("dp", 1)
         divisors = [n for n in range(1, max(1, self.rows // data) + 1) if self.rows % n == 0]
         if "microbatches" in given:
-            yield self.zeros_tried(stages, int(given["microbatches"]))
+            self.try_zeros(stages, int(given["microbatches"]))
         elif stages == 1:
-            yield self.zeros_tried(1, 1)
+            self.try_zeros(1, 1)
             for count in (n for n in MICROBATCHES_ALONE if unasked and n in divisors):
                 if self.crowded() or self.best_is_alone():
                     before = self.best
-                    yield self.zeros_tried(1, count)
+                    self.try_zeros(1, count)
                     if self.best is before and self.best_is_alone():
                         break  # fewer rows at once were no faster
         else:
@@ -182,13 +194,11 @@ class _Searcher:
             most = max(1, self.rows // far)  # else an axis over nodes has no rows to divide
             counts = [max(n for n in divisors if n <= min(most, factor * stages)) for factor in MICROBATCHES_A_STAGE]
             fewer, middle, more = counts
-            step_s = self.zeros_tried(stages, middle)
-            yield step_s
+            step_s = self.try_zeros(stages, middle)
             if unasked:
-                other = self.zeros_tried(stages, fewer) if fewer < middle else math.inf
-                yield other
+                other = self.try_zeros(stages, fewer) if fewer < middle else math.inf
                 if more > middle and step_s < other:
-                    yield self.zeros_tried(stages, more)
+                    self.try_zeros(stages, more)
 
     def crowded(self) -> bool:
         """Does memory bind so much that a whole batch at once is recomputed, or cannot be?"""
@@ -198,8 +208,10 @@ class _Searcher:
         """Has the best shape micro-batches and no stages?"""
         return self.best is not None and self.best.shape.stages == 1 and self.best.shape.microbatches > 1
 
-    def zeros_tried(self, stages: int, count: int) -> float:
-        """Tries each parameter's own choice of ZeRO 0 or 3, and all gathered once a step; the better step."""
+    def try_zeros(self, stages: int, count: int) -> float:
+        """Tries all parameters gathered once a step, or, where that takes too much memory, each one's own choice of
+        ZeRO 0 or 3; the step.
+        """
         pins = self.settings.pins
         free = pins.zero is None and not pins.layouts and pins.given.get("offload", "none") == "none"
         others = math.prod(n for role, n in pins.degrees.items() if role not in ("pp", "dp", "cp"))
@@ -208,10 +220,9 @@ class _Searcher:
         if count == 1:
             return min(self.consider(Shape(stages, 1)), self.consider(Shape(stages, 1, 2)))
         once = self.consider(Shape(stages, count, 1))
-        far = self.best is not None and self.best.step_s * (1 + NEAR) < once < math.inf
-        if far or self.tried[-1].refused == BEATEN:
+        if once < math.inf or self.tried[-1].refused == BEATEN:
             return once
-        return min(once, self.consider(Shape(stages, count)))
+        return self.consider(Shape(stages, count))
 
     def schedules(self, stages: int, chunks: int) -> Iterator[tuple[str, int]]:
         given = self.settings.pins.given
@@ -233,7 +244,9 @@ class _Searcher:
         if len(self.tried) > 1 or shape.stages > 1:
             self.progress(f"solve pp={shape.stages} microbatches={shape.microbatches}")
         try:
-            shaped = self.solved(shape, quick=self.best is not None)
+            quick = self.best is not None
+            beaten_s = self.least(shape) * shape.stages if quick else math.inf
+            shaped = self.solved(shape, quick, self.levels, beaten_s)
         except Beaten as error:
             self.tried.append(Tried(shape, None, refused=BEATEN if error.whatever_memory else CROWDED))
             return math.inf
@@ -254,8 +267,8 @@ class _Searcher:
         first = self.best.cut is None and (shape.stages > 1 or shape.microbatches > 1)
         return self.best.step_s * (1 - (MARGIN if first else SIMPLER))
 
-    def solved(self, shape: Shape, quick: bool) -> Shaped:
-        """The best solution, cut and schedule of a shape.
+    def solved(self, shape: Shape, quick: bool, levels: Sequence[str], beaten_s: float) -> Shaped:
+        """The best solution, cut and schedule of a shape. quick, levels, beaten_s: as in `search`.
 
         Raises:  Beaten, InfeasibleError, PlanError.
         """
@@ -264,11 +277,10 @@ class _Searcher:
         names = list(self.schedules(shape.stages, int(settings.pins.given.get("loss_chunks", 1))))
         held = min(held_at_once(*_sizes(name, shape)) for name in names) if staged else 1.0
         inner = replace(settings.inside_stage(), held=held)
-        levels = list(self.levels)
         while True:
             found = search(
                 self.analysis, inside_stage(self.topology, shape.stages), self.profile, inner, self.sinks,
-                levels=levels, beaten_s=self.least(shape) * shape.stages if quick else math.inf, quick=quick,
+                levels=levels, beaten_s=beaten_s, quick=quick,
             )  # fmt: skip
             if not staged:
                 step = step_of(found.built, found.solution.options, found.solution.objective_s)
@@ -277,7 +289,7 @@ class _Searcher:
                 best = self.scheduled(found, replace(settings, held=held), shape)
                 return Shaped(shape, found, inner, best, best.step_s)
             except InfeasibleError:  # what fits all stages together may fit no cut
-                levels = levels[levels.index(found.recompute) + 1 :]
+                levels = levels[list(levels).index(found.recompute) + 1 :]
                 if not levels:
                     raise
 

@@ -263,3 +263,15 @@ def test_a_tied_weight_is_held_by_every_stage_that_reads_it() -> None:
     tied, apart = (plan.predicted["memory"]["parameters_gradients_optimizer"] for plan in held)
     assert [len(s["blocks"]) for plan in held for s in plan.stages] == [2, 2, 2, 2]
     assert tied == apart
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny", "vit-tiny", "t5-tiny"])
+def test_seconds_of_the_stages_are_parts_of_the_step(name: str) -> None:
+    with torch.device("meta"):
+        model = autopar.models.build(name, batch=8, seq=16, device="meta")
+    for schedule in ("1f1b", "zb-h1", "dualpipe-v"):
+        plan = autopar.plan(model, autopar.Mesh("2"), pin={"pp": 2, "schedule": schedule, "microbatches": 4})
+        seconds, predicted = plan.predicted["stage_seconds"], plan.predicted
+        assert all(x >= 0 for part in seconds.values() for x in part)
+        assert {len(part) for part in seconds.values()} == {len(plan.stages)}
+        assert sum(predicted["breakdown_s"].values()) == pytest.approx(predicted["step_time_s"])
