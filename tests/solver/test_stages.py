@@ -265,7 +265,7 @@ def test_a_tied_weight_is_held_by_every_stage_that_reads_it() -> None:
     assert tied == apart
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny", "vit-tiny", "t5-tiny"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "vit-tiny", "t5-tiny", "unet-tiny"])
 def test_seconds_of_the_stages_are_parts_of_the_step(name: str) -> None:
     with torch.device("meta"):
         model = autopar.models.build(name, batch=8, seq=16, device="meta")
