@@ -115,7 +115,7 @@ def _across_nodes(settings: Settings, topology: Mesh) -> list[Settings]:
     if pins.degrees or pins.layouts or sum(n > 1 for n in topology.levels) < 2:
         return []
     inside = topology.levels[0]
-    near = [n for n in range(2, inside + 1) if inside % n == 0]
+    near = [n for n in range(2, inside) if inside % n == 0]  # a whole node's axis is that of the plain factoring
     return [replace(settings, pins=replace(pins, degrees={"tp": n, "dp": topology.size // n})) for n in near]
 
 

@@ -141,13 +141,13 @@ class _Searcher:
         if self.best is not None and len(self.tried) > 1:
             shape = self.best.shape
             if shape.zero != pins.zero:  # each parameter's own choice, too
-                self.consider(replace(shape, zero=pins.zero))
+                self.consider(replace(shape, zero=pins.zero), self.best.found.solution.objective_s)
             self.polish(self.best)
 
     def polish(self, best: Shaped) -> None:
         """The best shape once more, at its level of recomputation over all factorings, and to the full gap."""
         found = best.found
-        if found.solution.gap <= GAP and self.topology.size == best.shape.stages:
+        if found.solution.gap <= GAP and len(found.mesh.axes) < 2:
             return
         try:
             again = self.solved(best.shape, False, [found.recompute], found.solution.objective_s * (1 + GAP))
@@ -187,7 +187,7 @@ class _Searcher:
                 if self.crowded() or self.best_is_alone():
                     before = self.best
                     self.try_zeros(1, count)
-                    if self.best is before and self.best_is_alone():
+                    if self.best is before and (self.best_is_alone() or self.tried[-1].refused == BEATEN):
                         break  # fewer rows at once were no faster
         else:
             far = math.prod(inside_stage(self.topology, stages).levels[1:])
@@ -218,7 +218,8 @@ class _Searcher:
         if not (free and self.unasked and self.topology.size > stages * others):
             return self.consider(Shape(stages, count, pins.zero))
         if count == 1:
-            return min(self.consider(Shape(stages, 1)), self.consider(Shape(stages, 1, 2)))
+            step_s = self.consider(Shape(stages, 1))
+            return step_s if self.crowded() else min(step_s, self.consider(Shape(stages, 1, 2)))
         once = self.consider(Shape(stages, count, 1))
         if once < math.inf or self.tried[-1].refused == BEATEN:
             return once
@@ -239,13 +240,15 @@ class _Searcher:
 
     # one shape
 
-    def consider(self, shape: Shape) -> float:
-        """Try a shape; its step, inf where it is refused or cannot be the best."""
+    def consider(self, shape: Shape, beaten_s: float = math.inf) -> float:
+        """Try a shape; its step, inf where it is refused or cannot be the best. beaten_s: what another solution of as
+        many stages and micro-batches costs.
+        """
         if len(self.tried) > 1 or shape.stages > 1:
             self.progress(f"solve pp={shape.stages} microbatches={shape.microbatches}")
         try:
             quick = self.best is not None
-            beaten_s = self.least(shape) * shape.stages if quick else math.inf
+            beaten_s = min(beaten_s, self.least(shape) * shape.stages) if quick else math.inf
             shaped = self.solved(shape, quick, self.levels, beaten_s)
         except Beaten as error:
             self.tried.append(Tried(shape, None, refused=BEATEN if error.whatever_memory else CROWDED))
