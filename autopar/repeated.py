@@ -25,7 +25,8 @@ from torch.autograd import Function
 from torch.fx import Graph, Interpreter, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.passes.lower import is_view, trace_joint
+from autopar.passes.aliases import is_view
+from autopar.passes.lower import trace_joint
 from autopar.passes.outline import Block, Outline
 
 Decompositions = Mapping[Any, Callable[..., Any]] | None

@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.passes.lower import is_view
+from autopar.passes.aliases import is_view
 from autopar.passes.merge_collectives import ALL_REDUCE, call
 
 aten = torch.ops.aten

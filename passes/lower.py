@@ -28,6 +28,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from autopar.passes.aliases import is_view, own_gradients, shares
 from autopar.program import record
 from autopar.runtime.bound import bound
 from autopar.runtime.unused import gradients_read
@@ -138,7 +139,7 @@ class _Cut:
                 continue
             if user.target is operator.getitem and not is_view(node):
                 continue  # its own items answer for themselves
-            if record(user).block != block or (_shares(user) and self.leaves_block(user)):
+            if record(user).block != block or (shares(user) and self.leaves_block(user)):
                 return True
         return False
 
@@ -234,18 +235,6 @@ def _output(graph: Graph) -> Node:
     return next(iter(reversed(graph.nodes)))
 
 
-def is_view(node: Node) -> bool:
-    """Does this op's result share the memory of its input? By its schema; `_unsafe_view` hides it there."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target is aten._unsafe_view.default or target.is_view
-
-
-def _shares(node: Node) -> bool:
-    return is_view(node) or (node.target is operator.getitem and is_view(node.args[0]))  # type: ignore[arg-type]
-
-
 def _takes_a_part(node: Node) -> bool:
     """Is this a copy of a shard of a whole value? It is saved itself: the whole one is larger."""
     source = node.args[0] if node.target is aten.clone.default else None
@@ -315,7 +304,7 @@ def lower_to_graphs(
             joint = rewrite(joint)
         read = gradients_read(joint.graph, num_fwd_outputs)
         graphs = partition.run(joint, num_fwd_outputs, Draft)
-        forward, backward = graphs.forward, graphs.backward
+        forward, backward = graphs.forward, own_gradients(graphs.backward)
         for rewrite in passes:
             forward, backward = rewrite(forward), rewrite(backward)
         if not inductor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.passes.lower import is_view
+from autopar.passes.aliases import is_view
 from autopar.passes.merge_collectives import REDUCE_SCATTER, WAIT, early_gathers, only_wait, start_of
 
 

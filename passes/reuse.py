@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.passes.lower import is_view
+from autopar.passes.aliases import is_view
 from autopar.passes.merge_collectives import ALL_REDUCE, WAIT
 
 aten = torch.ops.aten

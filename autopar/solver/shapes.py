@@ -13,6 +13,7 @@ only a model that returns one, and trains, gets one unasked.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import Any
 
 from autopar.cost.hardware import Profile
 from autopar.errors import AutoparError, InfeasibleError, PlanError
+from autopar.layout import chunk
 from autopar.mesh import Mesh, factor_axes, inside_stage
 from autopar.pins import SPLIT_BACKWARD
 from autopar.rules.analyse import Analysis
@@ -37,7 +39,7 @@ SIMPLER = 0.02
 """By how much a later choice (more micro-batches, another schedule or ZeRO level) has to be faster than an earlier."""
 BEATEN = "the best step is faster than this one can be"
 CROWDED = "the best step is faster than this one can be in the memory there is"
-MICROBATCHES_ALONE = (2, 4, 8, 16, 32)
+MICROBATCHES_ALONE = (2, 4, 8, 16, 32, 64, 128, 256)
 """The same without stages, where a whole batch at once takes too much memory."""
 PATIENCE = 2
 """So many numbers of stages in a row, each no faster than the best shape, end the search in their direction; one does
@@ -116,13 +118,15 @@ class _Searcher:
         self.rows = _batch_rows(analysis, settings, topology)
         self.blocks = len(analysis.program.blocks)
         self.best: Shaped | None = None
+        self.rough = False
         self.refusal: AutoparError | None = None
         self.tried: list[Tried] = []
 
     def run(self) -> None:
         pins = self.settings.pins
         first = pins.degrees.get("pp", 1)
-        self.try_stages(first)
+        if "pp" in pins.degrees or not self.asks_for_stages():
+            self.try_stages(first)
         if self.best is None and "pp" in pins.degrees and "microbatches" not in pins.given:
             self.consider(Shape(first, 1, pins.zero))  # a model that needs its whole batch at once
             if self.best is not None:
@@ -138,11 +142,20 @@ class _Searcher:
                 before = self.best
                 self.try_stages(stages)
                 slower = 0 if self.best is not before else slower + 1
-        if self.best is not None and len(self.tried) > 1:
+        if self.best is not None and self.rough:
             shape = self.best.shape
             if shape.zero != pins.zero:  # each parameter's own choice, too
                 self.consider(replace(shape, zero=pins.zero), self.best.found.solution.objective_s)
             self.polish(self.best)
+
+    def asks_for_stages(self) -> bool:
+        """Do the pins name what only a pipeline has? Raises: PlanError: they do, and none is to be had."""
+        given = self.settings.pins.given
+        asked = {k: given[k] for k in ("schedule", "virtual_stages", "stages") if given.get(k, 1) not in (1, "1f1b")}
+        if asked and not self.stage_counts():
+            key, value = next(iter(asked.items()))
+            raise PlanError(f"pin {key}={value!r}: only a pipeline has it; pin pp=2 or more, too")
+        return bool(asked)
 
     def polish(self, best: Shaped) -> None:
         """The best shape once more, at its level of recomputation over all factorings, and to the full gap."""
@@ -154,7 +167,7 @@ class _Searcher:
         except (Beaten, InfeasibleError, PlanError):
             return
         if again.step_s < best.step_s * (1 + GAP):
-            self.best = again
+            self.best = replace(again, notes=best.notes)
 
     # what is tried
 
@@ -178,27 +191,36 @@ class _Searcher:
         """Tries numbers of micro-batches, divisors of the batch."""
         given, unasked = self.settings.pins.given, self.unasked
         data = self.settings.pins.degrees.get("dp", 1)
-        divisors = [n for n in range(1, max(1, self.rows // data) + 1) if self.rows % n == 0]
+        rows = max(1, self.rows // data)
         if "microbatches" in given:
             self.try_zeros(stages, int(given["microbatches"]))
         elif stages == 1:
             self.try_zeros(1, 1)
-            for count in (n for n in MICROBATCHES_ALONE if unasked and n in divisors):
-                if self.crowded() or self.best_is_alone():
-                    before = self.best
-                    self.try_zeros(1, count)
-                    if self.best is before and (self.best_is_alone() or self.tried[-1].refused == BEATEN):
-                        break  # fewer rows at once were no faster
+            wanted = (*itertools.takewhile(lambda n: n < rows, MICROBATCHES_ALONE), rows)
+            for count in dict.fromkeys(self.near(n, rows) for n in wanted if unasked and n > 1):
+                if not (self.crowded() or self.best_is_alone()):
+                    break
+                before = self.best
+                self.try_zeros(1, count)
+                if self.best is before and (not self.crowded() or self.tried[-1].refused == BEATEN):
+                    break  # fewer rows at once were no faster
         else:
             far = math.prod(inside_stage(self.topology, stages).levels[1:])
-            most = max(1, self.rows // far)  # else an axis over nodes has no rows to divide
-            counts = [max(n for n in divisors if n <= min(most, factor * stages)) for factor in MICROBATCHES_A_STAGE]
-            fewer, middle, more = counts
+            most = min(rows, max(1, self.rows // far))  # else an axis over nodes has no rows to divide
+            fewer, middle, more = (self.near(factor * stages, most) for factor in MICROBATCHES_A_STAGE)
             step_s = self.try_zeros(stages, middle)
             if unasked:
                 other = self.try_zeros(stages, fewer) if fewer < middle else math.inf
                 if more > middle and step_s < other:
                     self.try_zeros(stages, more)
+
+    def near(self, count: int, most: int) -> int:
+        """The divisor of the batch next to `count`, below it or above; else a number of uneven micro-batches."""
+        count = min(count, most)
+        near = (*range(count, count // 2, -1), *range(count + 1, min(2 * count, most + 1)))
+        even = (n for n in near if self.rows % n == 0)
+        full = (n for n in range(count, 0, -1) if chunk(self.rows, n, n - 1)[1])
+        return next(even, None) or next(full)
 
     def crowded(self) -> bool:
         """Does memory bind so much that a whole batch at once is recomputed, or cannot be?"""
@@ -246,8 +268,8 @@ class _Searcher:
         """
         if len(self.tried) > 1 or shape.stages > 1:
             self.progress(f"solve pp={shape.stages} microbatches={shape.microbatches}")
+        quick = self.best is not None
         try:
-            quick = self.best is not None
             beaten_s = min(beaten_s, self.least(shape) * shape.stages) if quick else math.inf
             shaped = self.solved(shape, quick, self.levels, beaten_s)
         except Beaten as error:
@@ -260,7 +282,7 @@ class _Searcher:
         name = shaped.cut.schedule.name if shaped.cut is not None else ""
         self.tried.append(Tried(shape, shaped.step_s, name, shaped.found.recompute))
         if shaped.step_s < self.least(shape):
-            self.best = shaped
+            self.best, self.rough = shaped, quick
         return shaped.step_s
 
     def least(self, shape: Shape) -> float:

@@ -153,3 +153,23 @@ def test_a_level_of_recomputation_is_not_lost_when_the_next_one_is_beaten(monkey
         prepared.analysis, NODES, request.profile, inner, prepared.sinks, levels=("none", "selective", "full"), most=1
     )
     assert found.recompute in ("none", "selective")
+
+
+@pytest.mark.parametrize("batch", [9, 7])
+def test_batches_that_are_no_power_of_two_are_divided_where_memory_is_short(batch: int) -> None:
+    one = autopar.Mesh("1", device="rtx-4090")
+    whole = planned(one, gpt(batch)).predicted
+    states = whole["memory"]["parameters_gradients_optimizer"]
+    limit = int(states + 0.35 * (whole["peak_memory_bytes"][0] - states))
+    plan = planned(one, gpt(batch), memory=limit, pin={"recompute": "none", "loss_chunks": 1})
+    assert plan.microbatches > 1
+    assert max(plan.predicted["peak_memory_bytes"]) <= limit
+
+
+@pytest.mark.parametrize("pin", [{"schedule": "zb-v"}, {"virtual_stages": 2}, {"schedule": "gpipe"}])
+def test_a_pin_that_only_a_pipeline_has_asks_for_one(pin: dict[str, object]) -> None:
+    plan = planned(pin=pin)
+    assert plan.degrees["pp"] > 1
+    assert {"schedule": plan.schedule, "virtual_stages": plan.virtual_stages}.items() >= pin.items()
+    with pytest.raises(PlanError, match="only a pipeline has it; pin pp=2 or more"):
+        planned(autopar.Mesh("1", device="rtx-4090"), pin=pin)
