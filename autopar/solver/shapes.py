@@ -134,6 +134,8 @@ class _Searcher:
         counts = self.stage_counts()
         middle = len(counts) // 2
         for way in (counts[middle:], counts[:middle][::-1]):
+            if self.best is not None and counts and self.best.shape.stages > counts[middle]:
+                break  # it became faster with every step away from the other direction
             slower = 0
             for stages in way:
                 found = self.best is not None and self.best.shape.stages > 1
