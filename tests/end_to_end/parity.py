@@ -20,10 +20,11 @@ def run_cases(payload):
 
 def _case(model, mesh, options):
     reference, options = _reference(model), dict(options)
+    options["pin"] = {"pp": 1, "microbatches": 1, **options.get("pin", {})}  # all parameters, and a batch, on each rank
     args, kwargs = inputs(model)
     example = {"example_args": args, "example_kwargs": kwargs}
     if "memory_share" in options:  # of what the best plan would take, so that another one must be found
-        best = autopar.plan(build(model), autopar.Mesh(mesh), **example)
+        best = autopar.plan(build(model), autopar.Mesh(mesh), **example, pin=options["pin"])
         memory = [int(options.pop("memory_share") * best.predicted["peak_memory_bytes"][0])]
         dist.broadcast_object_list(memory)  # how far a search goes depends on the time it takes
         options["memory"] = memory[0]
