@@ -42,7 +42,7 @@ from autopar.solver.report import fixed_of, make_plan, mesh_of
 from autopar.solver.runner_up import runners_up
 from autopar.solver.search import Found, on_axes
 from autopar.solver.settings import Settings, Shape
-from autopar.solver.shapes import best_shape
+from autopar.solver.shapes import ShapeSearch
 from autopar.solver.sinks import sink_values
 from autopar.solver.stages import pipeline_plan
 
@@ -144,7 +144,7 @@ def choose(
     levels = (pins.recompute,) if pins.recompute is not None else recompute
     lossy = outputs == "auto" and loss_of(prepared.program, analysis.grads) is not None
     unasked = lossy and prepared.program.training
-    shaped = best_shape(analysis, topology, profile, settings, prepared.sinks, levels, unasked, progress)
+    shaped = ShapeSearch(analysis, topology, profile, settings, prepared.sinks, levels, unasked, progress).chosen()
     found = shaped.found
     if dump is not None:
         dump.write("solve", None, extra=problem_text(found.built, found.solution))

@@ -43,7 +43,7 @@ class Wire:
     takes to put them together and apart again is not part of `share`. reduced: width of a gradient over that of the
     value. pieces: parts that the value is sent in, one for each micro-batch. again: it is sent whole so many times,
     once for each micro-batch. after: what costs nothing forward has its backward once, after all of them, beside
-    nothing.
+    nothing. alone: so does everything, forwards before and backwards after the step's programs.
     """
 
     sync_s: float = 0.0
@@ -55,6 +55,7 @@ class Wire:
     pieces: int = 1
     again: int = 1
     after: bool = False
+    alone: bool = False
 
 
 IN_LINE = Wire()
@@ -72,8 +73,7 @@ class Routes:
     """[from, to] seconds of the cheapest chain."""
     ahead_s: Floats
     """[from, to] seconds of the forward's share of a single transition, made once."""
-    shown: float
-    """Of its `Wire`."""
+    wire: Wire
 
     def between(self, source: Layout, target: Layout) -> float:
         return float(self.cost_s[self.index[source], self.index[target]])
@@ -139,7 +139,7 @@ def routes(
     cost = step.copy()
     for k in range(len(states)):  # Floyd-Warshall, a row of pairs at a time
         np.minimum(cost, cost[:, k, None] + cost[None, k, :], out=cost)
-    return Routes(states, {s: i for i, s in enumerate(states)}, step, cost, ahead, wire.shown)
+    return Routes(states, {s: i for i, s in enumerate(states)}, step, cost, ahead, wire)
 
 
 def gathers(source: Placement, target: Placement) -> bool:

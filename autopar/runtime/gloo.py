@@ -61,9 +61,7 @@ def all_gather_into_tensor_out(x: torch.Tensor, size: int, group: Any, *, out: t
 
 def reduce_scatter_tensor(x: torch.Tensor, op: str, size: int, group: Any) -> torch.Tensor:
     out = _rows(x, x.shape[0] // size)
-    return _started(
-        out, dist.reduce_scatter_tensor(out, x.contiguous(), _OPS[op.lower()], _group(group), async_op=True)
-    )
+    return _started(out, _reduce_scatter(out, x.contiguous(), op=_OPS[op.lower()], group=_group(group), async_op=True))
 
 
 def all_to_all_single(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:

@@ -43,7 +43,6 @@ from autopar.solver.storage import allowed_storage
 LOSS_BYTES = 4
 """[derived] bytes of a logit at the peak of the loss, beside the logit: an fp32 copy that its gradient overwrites."""
 
-OpKey = str
 ValueKey = tuple[str, int]
 """(representative op or source, output index)."""
 
@@ -101,14 +100,12 @@ class _Builder:
         self.block_of = {
             n: block for c in repeated for block, nodes in zip(c.blocks, c.nodes, strict=True) for n in nodes
         }
-        self.repeated = frozenset(self.block_of)
-        again = frozenset(name for name, op in analysis.ops.items() if self.recomputed(op))
+        self.again = frozenset(name for name, op in analysis.ops.items() if self.recomputed(op))
         self.software = settings.software or software_of(profile)
         self.sizes = Sizes(analysis, mesh, settings)
         self.gathers = Gathers(self.sizes, self.roles, self.software, self.counts)
         self.moves = traffic(analysis, self.software.fused or not self.software.counted)
-        self.again = again
-        self.saved = dict(saved_values(analysis, self.roles.weights, again, self.block_of))
+        self.saved = dict(saved_values(analysis, self.roles.weights, self.again, self.block_of))
         self.heads = heads_of(analysis) if settings.loss_chunks > 1 else {}
         for head in self.heads.values():
             for value in head.values:  # made again in the backward, a part at a time
@@ -201,8 +198,7 @@ class _Builder:
             )
             chunks = self.settings.loss_chunks if op.name in self.heads else 1
             stored = element_bytes(self.sizes.operand(op.ins[0])[1]) if chunks > 1 else 0
-            memory = (LOSS_BYTES + stored) * elements / chunks / self.gathers.pieces(op.ins[0])
-            self.loss_bytes[op.name] = memory
+            memory = self.loss_bytes[op.name] = (LOSS_BYTES + stored) * elements / chunks * self.settings.largest
         elif op.name in self.heads:
             seconds = seconds + price.forward_s + self.added_s(op, found)
             memory = self.summed_bytes(op, found)
@@ -232,7 +228,7 @@ class _Builder:
     def recomputed(self, op: Op) -> bool:
         """Does the backward run this op's forward again?"""
         level = self.settings.recompute
-        return op.name in self.repeated and (level == "full" or (level == "selective" and not op.rule.flop))
+        return op.name in self.block_of and (level == "full" or (level == "selective" and not op.rule.flop))
 
     # parameters
 
@@ -352,7 +348,7 @@ class _Builder:
         """
         if value in self.roles.weights:
             return not self.gathers.once
-        return self.settings.recompute == "full" and all(op in self.repeated for op, _ in readers)
+        return self.settings.recompute == "full" and all(op in self.block_of for op, _ in readers)
 
     def routes(self, value: str, used: tuple[int, ...], forwards: int = 1) -> Routes:
         parts, dtype = self.sizes.operand(value)
@@ -377,12 +373,8 @@ class _Builder:
         if producer[0] in self.storage_choice:
             cost = cost + self.gathers.forbidden(rows, columns)
             memory = self.gathers.held_bytes(producer[0], rows, columns, count)
-            self.stored_edges.append(
-                StoredEdge(
-                    producer[0], len(self.edges), routing, rows, columns, count, forwards, routing.shown,
-                    self.gathers.once, self.settings.pins.staged,
-                )
-            )  # fmt: skip
+            edge = StoredEdge(producer[0], len(self.edges), routing, rows, columns, count, forwards)
+            self.stored_edges.append(edge)
         self.edges.append(Edge(source, target, row_of, column_of, cost, memory))
 
     # sinks and covers

@@ -83,7 +83,9 @@ def _gathered_bytes(found: Found) -> dict[str, tuple[float, float]]:
             at = edge.source_layout[options[edge.source]], edge.target_layout[options[edge.target]]
             stays, passes = out.get(stored.node, (0.0, 0.0))
             held = float(edge.memory_bytes[at])
-            out[stored.node] = (stays + held / stored.count, passes) if stored.alone else (stays, passes + held)
+            out[stored.node] = (
+                (stays + held / stored.count, passes) if stored.routing.wire.alone else (stays, passes + held)
+            )
     return out
 
 
@@ -100,7 +102,7 @@ def _activation_bytes(found: Found) -> dict[str, float]:
             c = built.op_choice[first]
             losing = built.loss_bytes[first][options[c]] if first in built.loss_bytes else 0.0
             kept = (choices[c].memory_bytes[options[c]] - losing) / found.held
-            out[name] = float(kept + losing * found.pieces) / counts[first]
+            out[name] = float(kept + losing / found.largest) / counts[first]
     values = Counter(built.read_choice.values())
     for value, c in built.read_choice.items():  # read by several ops in one layout: kept once
         name = value.partition(".")[0]

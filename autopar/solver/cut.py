@@ -134,6 +134,31 @@ def balance(
     return cuts[::-1]
 
 
+def balance_ranks(
+    cells: Sequence[Cell], schedule: Schedule, memory_bytes: float, share: Sequence[float], copies: Sequence[int]
+) -> list[int]:
+    """`balance` for ranks of several stages: the best cut of all, where each rank has room for its stages; else the
+    best of those whose stages take no more than their part of that room. A rank without a parameter is avoided.
+
+    Raises:  InfeasibleError: neither fits.
+    """
+
+    def best(limit: float) -> list[int]:
+        sizes = balance(cells, schedule.depth, limit, share, copies)
+        if bare_stage(cells, sizes, schedule) is None:
+            return sizes
+        return balance(cells, schedule.depth, limit, share, copies, owners=True)
+
+    sizes = best(memory_bytes)
+    firsts = itertools.accumulate(sizes, initial=0)
+    held = [
+        max(_growing(cells[: first + n], first, of_batch, kept))
+        for first, n, of_batch, kept in zip(firsts, sizes, share, copies, strict=False)
+    ]
+    ranks = [sum(held[s % schedule.depth] for s in schedule.held(rank)) for rank in range(schedule.ranks)]
+    return sizes if max(ranks) <= memory_bytes else best(memory_bytes * schedule.ranks / schedule.stages)
+
+
 def _growing(cells: Sequence[Cell], first: int, share: float, copies: int) -> Iterator[float]:
     """Bytes of the stage that begins with cell `first`, with one cell, with two, and so on."""
     held = passing = 0.0

@@ -29,9 +29,7 @@ from autopar.solver.settings import Settings, compute_dtype
 
 @dataclass(frozen=True, eq=False)
 class StoredEdge:
-    """From the stored parameter `node` to a reader. forwards: times the forward's part is made. alone: all of it runs
-    beside nothing, before and after a step's programs. after: what needs no gather does.
-    """
+    """From the stored parameter `node` to a reader. forwards: times the forward's part is made."""
 
     node: str
     edge: int
@@ -40,9 +38,6 @@ class StoredEdge:
     columns: list[Layout]
     count: int
     forwards: int
-    shown: float
-    alone: bool = False
-    after: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +102,7 @@ class Gathers:
             reduced=held.gradients / element_bytes(self.sizes.operand(value)[1]),
             again=again,
             after=self.settings.pins.staged,
+            alone=self.once,
         )
 
     @property

@@ -60,6 +60,16 @@ class Roles:
             self._pass_on_rows(op, found, rows)
         return frozenset(found)
 
+    @cached_property
+    def rows(self) -> int:
+        """Of the global batch."""
+        found = (
+            self.analysis.parts[value].flat[part]
+            for (value, part), n in self.analysis.classes.items()
+            if n in self.batch
+        )
+        return next(found, 1)
+
     def _pass_on_rows(self, op: Op, found: set[int], rows: set[str]) -> None:
         """Rows of the batch go in, as many rows come out, and the op cannot be cut along them (it sorts them, or has
         no rule) or picks them in an order of its own (a shuffled batch): what comes out is rows of the batch, too. This
@@ -153,11 +163,13 @@ class Roles:
         return kind == "dp" or is_attention(op)
 
     def allowed(self, op: Op, axis: int, option: str, factor: Factor | None) -> bool:
-        """May `op` take `option` on this axis?"""
+        """May `op` take `option` on this axis? A free axis may take any role that is not pinned."""
         role = self.mesh.axes[axis].role
-        if role is None or factor is None:
+        if factor is None:
             return True
         kind = self.kind(op, factor)
+        if role is None:
+            return kind not in self.pins.degrees
         if role == "tp":
             return kind == "tp" or (kind == "cp" and self.pins.sp is not False and op.rule.flop == 0)
         return kind == role

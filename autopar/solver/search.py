@@ -42,7 +42,7 @@ class Found:
     solve_s: float
     recompute: str = "none"
     loss_chunks: int = 1
-    pieces: int = 1
+    largest: float = 1.0
     held: float = 1.0
 
 
@@ -228,7 +228,7 @@ def _solve(
     )
     return Found(
         mesh, built, solution, priced - begun, time.perf_counter() - priced, settings.recompute, settings.loss_chunks,
-        settings.pieces, settings.held,
+        settings.largest, settings.held,
     )  # fmt: skip
 
 

@@ -50,6 +50,8 @@ class Settings:
     """What runs the plan; None: what runs on such devices."""
     held: float = 1.0
     """Share of a batch whose activations a device holds at once."""
+    largest: float = 1.0
+    """Share of a batch that the largest micro-batch is."""
 
     @property
     def pieces(self) -> int:

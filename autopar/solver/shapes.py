@@ -16,7 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from autopar.cost.hardware import Profile
@@ -25,12 +26,13 @@ from autopar.layout import chunk
 from autopar.mesh import Mesh, factor_axes, inside_stage
 from autopar.pins import SPLIT_BACKWARD
 from autopar.rules.analyse import Analysis
-from autopar.solver.decide import zero_level
+from autopar.schedule.build import build
+from autopar.solver.decide import decide, zero_level
 from autopar.solver.optimise import Beaten
 from autopar.solver.roles import Roles
 from autopar.solver.search import GAP, Found, search
 from autopar.solver.settings import Settings, Shape
-from autopar.solver.stages import Cut, cut, default_virtual, held_at_once, stage_inside
+from autopar.solver.stages import Cut, cut, default_virtual, held_at_once, largest_share, stage_inside
 from autopar.solver.step import step_of
 
 MARGIN = 0.05
@@ -39,13 +41,13 @@ SIMPLER = 0.02
 """By how much a later choice (more micro-batches, another schedule or ZeRO level) has to be faster than an earlier."""
 BEATEN = "the best step is faster than this one can be"
 CROWDED = "the best step is faster than this one can be in the memory there is"
-MICROBATCHES_ALONE = (2, 4, 8, 16, 32, 64, 128, 256)
-"""The same without stages, where a whole batch at once takes too much memory."""
 PATIENCE = 2
 """So many numbers of stages in a row, each no faster than the best shape, end the search in their direction; one does
 where the best shape has stages."""
 MICROBATCHES_A_STAGE = (2, 4, 8)
 """Micro-batches tried for each pipeline rank, as far as the batch has rows for them; the middle one first."""
+MICROBATCHES_ALONE = (2, 4, 8, 16, 32, 64, 128, 256)
+"""The same without stages, where a whole batch at once takes too much memory."""
 UNASKED = (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2))
 """Schedules, with stages a rank, that a pipeline may have without a pin: the plainest first. The others take no less
 time (gpipe, zb-h1, interleaved-zb) or more memory (looped-bfs, zb-2p, dualpipe-v)."""
@@ -82,45 +84,41 @@ class Shaped:
     tried: tuple[Tried, ...] = ()
 
 
-def best_shape(
-    analysis: Analysis,
-    topology: Mesh,
-    profile: Profile,
-    settings: Settings,
-    sinks: Mapping[int, str],
-    levels: Sequence[str],
-    unasked: bool,
-    progress: Callable[[str], None] = lambda stage: None,
-) -> Shaped:
+@dataclass(eq=False)
+class ShapeSearch:
     """levels: of recomputation that may be chosen. unasked: stages and micro-batches may be chosen, too."""
-    searcher = _Searcher(analysis, topology, profile, settings, sinks, levels, unasked, progress)
-    searcher.run()
-    if searcher.best is None:
-        assert searcher.refusal is not None
-        raise searcher.refusal
-    return replace(searcher.best, tried=tuple(searcher.tried))
 
+    analysis: Analysis
+    topology: Mesh
+    profile: Profile
+    settings: Settings
+    sinks: Mapping[int, str]
+    levels: Sequence[str]
+    unasked: bool
+    progress: Callable[[str], None] = lambda stage: None
+    best: Shaped | None = field(default=None, init=False)
+    rough: bool = field(default=False, init=False)
+    """Was the best one solved quickly?"""
+    refusal: AutoparError | None = field(default=None, init=False)
+    tried: list[Tried] = field(default_factory=list, init=False)
 
-class _Searcher:
-    def __init__(
-        self,
-        analysis: Analysis,
-        topology: Mesh,
-        profile: Profile,
-        settings: Settings,
-        sinks: Mapping[int, str],
-        levels: Sequence[str],
-        unasked: bool,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.analysis, self.topology, self.profile, self.settings = analysis, topology, profile, settings
-        self.sinks, self.levels, self.unasked, self.progress = sinks, levels, unasked, progress
-        self.rows = _batch_rows(analysis, settings, topology)
-        self.blocks = len(analysis.program.blocks)
-        self.best: Shaped | None = None
-        self.rough = False
-        self.refusal: AutoparError | None = None
-        self.tried: list[Tried] = []
+    @cached_property
+    def rows(self) -> int:
+        """Of the global batch."""
+        mesh = factor_axes(self.topology, {})
+        return Roles(self.analysis, mesh, self.settings.pins, self.settings.batch_dims or {}).rows
+
+    @property
+    def blocks(self) -> int:
+        return len(self.analysis.program.blocks)
+
+    def chosen(self) -> Shaped:
+        """The best shape. Raises: InfeasibleError: none fits the memory. PlanError: none keeps the pins."""
+        self.run()
+        if self.best is None:
+            assert self.refusal is not None
+            raise self.refusal
+        return replace(self.best, tried=tuple(self.tried))
 
     def run(self) -> None:
         pins = self.settings.pins
@@ -278,7 +276,7 @@ class _Searcher:
             self.tried.append(Tried(shape, None, refused=BEATEN if error.whatever_memory else CROWDED))
             return math.inf
         except (InfeasibleError, PlanError) as error:
-            self.refusal = self.refusal or error
+            self.refusal = nearer(self.refusal, error)
             self.tried.append(Tried(shape, None, refused=str(error)))
             return math.inf
         name = shaped.cut.schedule.name if shaped.cut is not None else ""
@@ -300,31 +298,70 @@ class _Searcher:
         Raises:  Beaten, InfeasibleError, PlanError.
         """
         settings = self.settings.shaped(shape)
-        staged = shape.stages > 1 or shape.microbatches > 1
-        names = list(self.schedules(shape.stages, int(settings.pins.given.get("loss_chunks", 1))))
-        held = min(held_at_once(*_sizes(name, shape)) for name in names) if staged else 1.0
-        inner = replace(settings.inside_stage(), held=held)
+        inner = settings.inside_stage()
+        if shape.stages == shape.microbatches == 1:
+            found = self.found(inner, shape, levels, beaten_s, quick)
+            step = step_of(found.built, found.solution.options, found.solution.objective_s)
+            return Shaped(shape, found, inner, None, step.total_s)
+        schedules = [
+            build(name, shape.stages, virtual, shape.microbatches)
+            for name, virtual in self.schedules(shape.stages, int(settings.pins.given.get("loss_chunks", 1)))
+        ]
+        # in the memory of all stages together: as if each rank held what the fullest does; where that fails, the least
+        held = [min(held_at_once(schedule, self.rows, of_all) for schedule in schedules) for of_all in (max, min)]
+        inner = replace(inner, largest=largest_share(self.rows, shape.microbatches))
+        try:
+            return self.fitting(replace(inner, held=held[0]), settings, shape, quick, levels, beaten_s)
+        except InfeasibleError:
+            if quick or held[1] == held[0]:
+                raise
+            return self.fitting(replace(inner, held=held[1]), settings, shape, quick, levels, beaten_s)
+
+    def fitting(
+        self, inner: Settings, settings: Settings, shape: Shape, quick: bool, levels: Sequence[str], beaten_s: float
+    ) -> Shaped:
+        """The first of the levels of recomputation whose solution, which fits all stages together, fits a cut, too."""
         while True:
-            found = search(
-                self.analysis, inside_stage(self.topology, shape.stages), self.profile, inner, self.sinks,
-                levels=levels, beaten_s=beaten_s, quick=quick,
-            )  # fmt: skip
-            if not staged:
-                step = step_of(found.built, found.solution.options, found.solution.objective_s)
-                return Shaped(shape, found, inner, None, step.total_s)
+            found = self.found(inner, shape, levels, beaten_s, quick)
             try:
-                best = self.scheduled(found, replace(settings, held=held), shape)
+                best = self.scheduled(found, settings, shape)
                 return Shaped(shape, found, inner, best, best.step_s)
-            except InfeasibleError:  # what fits all stages together may fit no cut
+            except InfeasibleError:
                 levels = levels[list(levels).index(found.recompute) + 1 :]
                 if not levels:
                     raise
 
+    def found(self, inner: Settings, shape: Shape, levels: Sequence[str], beaten_s: float, quick: bool) -> Found:
+        """The solution inside a stage. A pinned ZeRO level is kept: where no parameter would be gathered, all devices
+        that no pin takes are data parallel.
+        """
+        stage, pins = inside_stage(self.topology, shape.stages), inner.pins
+
+        def solution(settings: Settings) -> Found:
+            return search(
+                self.analysis, stage, self.profile, settings, self.sinks, levels=levels, beaten_s=beaten_s, quick=quick
+            )
+
+        found = solution(inner)
+        asked = self.settings.pins.zero
+        if not asked or "dp" in pins.degrees or self.keeps(found, asked):
+            return found
+        degrees = {**pins.degrees, "dp": stage.size // math.prod(pins.degrees.values())}
+        found = solution(replace(inner, pins=replace(pins, degrees=degrees)))
+        if not self.keeps(found, asked):
+            raise PlanError(
+                f"pin zero={asked}: with {shape.stages} stages on {self.topology} most parameters cannot be sharded "
+                "over data axes; pin dp=2 or more, or leave out the pin"
+            )
+        return found
+
+    def keeps(self, found: Found, zero: int) -> bool:
+        """Are most parameters gathered?"""
+        decisions = decide(found.built, found.solution.options, self.sinks)
+        return zero_level(decisions, self.analysis, zero) == zero
+
     def scheduled(self, found: Found, settings: Settings, shape: Shape) -> Cut:
         inside = stage_inside(self.analysis, found, settings, self.topology, self.sinks)
-        pins = self.settings.pins
-        if pins.zero and "pp" not in pins.degrees and not zero_level(inside.decisions, self.analysis, pins.zero):
-            raise PlanError(f"pin zero={pins.zero}: with {shape.stages} stages no parameters would be gathered")
         best: Cut | None = None
         refusal: AutoparError | None = None
         for name, virtual in self.schedules(shape.stages, found.loss_chunks):
@@ -341,15 +378,7 @@ class _Searcher:
         return best
 
 
-def _sizes(schedule: tuple[str, int], shape: Shape) -> tuple[str, int, int, int]:
-    name, virtual = schedule
-    return name, shape.stages, virtual, shape.microbatches
-
-
-def _batch_rows(analysis: Analysis, settings: Settings, topology: Mesh) -> int:
-    """Rows of the global batch."""
-    batch = Roles(analysis, factor_axes(topology, {}), settings.pins, settings.batch_dims or {}).batch
-    for (value, part), number in analysis.classes.items():
-        if number in batch:
-            return analysis.parts[value].flat[part]
-    return 1
+def nearer(known: AutoparError | None, error: AutoparError) -> AutoparError:
+    """The error to show: the first, or that of the shape that lacks the fewest bytes."""
+    missing = getattr(known, "missing_bytes", 0.0), getattr(error, "missing_bytes", 0.0)
+    return error if known is None or 0 < missing[1] < missing[0] else known

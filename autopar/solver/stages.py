@@ -11,7 +11,7 @@ blocks than stages is cut between ops.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from autopar.schedule.build import KINDS, build
 from autopar.schedule.check import check
 from autopar.schedule.table import Schedule
 from autopar.solver.cells import cells_of
-from autopar.solver.cut import Cell, balance, bare_stage, pinned_sizes, stage_states
+from autopar.solver.cut import Cell, balance_ranks, bare_stage, pinned_sizes, stage_states
 from autopar.solver.decide import decide
 from autopar.solver.pipeline_figures import predicted, weight_bytes
 from autopar.solver.report import axis_entry, predicted_of
@@ -89,7 +89,7 @@ def cut(inside: Inside, name: str, virtual: int) -> Cut:
     analysis, found, settings = inside.analysis, inside.found, inside.settings
     microbatches = settings.pieces
     schedule = build(name, inside.ranks, virtual, microbatches)
-    held = held_by_stage(schedule)
+    held = held_by_stage(schedule, found.built.roles.rows)
     copies = [versions_kept(schedule, s) - 1 for s in range(schedule.depth)]
     weights = {}
     if schedule.asynchronous:
@@ -99,10 +99,7 @@ def cut(inside: Inside, name: str, virtual: int) -> Cut:
     if pinned is not None:
         sizes = pinned_sizes(pinned, cells, schedule.depth)
     else:
-        limit = settings.memory_bytes / (virtual * schedule.replicas)
-        sizes = balance(cells, schedule.depth, limit, held, copies)
-        if bare_stage(cells, sizes, schedule) is not None:
-            sizes = balance(cells, schedule.depth, limit, held, copies, owners=True)
+        sizes = balance_ranks(cells, schedule, settings.memory_bytes, held, copies)
     if (bare := bare_stage(cells, sizes, schedule)) is not None:
         raise PlanError(
             f"pp={inside.ranks}: stage {bare} of the cut {sizes} holds no parameter, so an optimizer on its devices "
@@ -143,18 +140,25 @@ def cut(inside: Inside, name: str, virtual: int) -> Cut:
     return Cut(inside, schedule, virtual, stages, with_idle_cores(figures, crowding) if crowding > 1 else figures)
 
 
-def held_by_stage(schedule: Schedule) -> list[float]:
-    """Share of a batch whose activations each stage holds at once, in the fuller replica."""
+def held_by_stage(schedule: Schedule, rows: int) -> list[float]:
+    """Share of a batch whose activations each stage holds at once, in the fuller replica. rows: of the batch, which
+    micro-batches may divide unevenly.
+    """
     counts = check(schedule).in_flight_by_stage
     most = (max(counts[s :: schedule.depth]) for s in range(schedule.depth))
-    return [min(1.0, n / schedule.microbatches) for n in most]
+    return [min(1.0, n * largest_share(rows, schedule.microbatches)) for n in most]
 
 
-def held_at_once(name: str, ranks: int, virtual: int, microbatches: int) -> float:
-    """The same of the fullest rank, as a share of its stages' activations."""
-    schedule = build(name, ranks, virtual, microbatches)
-    shares = held_by_stage(schedule)
-    return max(sum(shares[s % schedule.depth] for s in mine) / len(mine) for mine in map(schedule.held, range(ranks)))
+def largest_share(rows: int, microbatches: int) -> float:
+    """Of a batch, that the largest micro-batch is."""
+    return -(-rows // microbatches) / rows
+
+
+def held_at_once(schedule: Schedule, rows: int, of_all: Callable[[Iterable[float]], float] = max) -> float:
+    """The same of a rank, as a share of its stages' activations: of the fullest, or what `of_all` makes of all."""
+    shares = held_by_stage(schedule, rows)
+    ranks = map(schedule.held, range(schedule.ranks))
+    return of_all([sum(shares[s % schedule.depth] for s in mine) / len(mine) for mine in ranks])
 
 
 def default_virtual(name: str, given: Mapping[str, Any]) -> int:

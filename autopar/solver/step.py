@@ -103,11 +103,12 @@ def _data_s(built: Built, options: Sequence[int], share: float) -> tuple[float, 
                 x * stored.count for x in (stored.routing.between(row, column), stored.routing.forward_s(row, column))
             )
             gathers = ahead_s / share > GATHERED * cost_s
-            if stored.alone or (stored.after and not gathers):
+            wire = stored.routing.wire
+            if wire.alone or (wire.after and not gathers):
                 alone += cost_s
                 continue
             once = ahead_s / share
-            shown = stored.shown if gathers else 0.0
+            shown = wire.shown if gathers else 0.0
             reduced = max(0.0, cost_s - stored.forwards * ahead_s - shown * once) / (share + shown)
             total += cost_s
             forward += once

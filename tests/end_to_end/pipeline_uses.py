@@ -43,6 +43,7 @@ def uses(payload):
         "handed over": _handed_over(m, args),
         "scaler": _grad_scaler(),
         "together": _together(m, args),
+        "unasked": _unasked(),
     }
 
 
@@ -53,6 +54,20 @@ def _compare(m, single):
     m.zero_grad()
     single.zero_grad()
     return found
+
+
+def _unasked():
+    """Nothing pinned: the planner takes stages where it finds them faster."""
+    torch.manual_seed(0)
+    single = autopar.models.build("gpt-tiny", batch=8, seq=64, device="cpu").double()
+    args, _ = single.example_inputs()
+    model = autopar.models.build("gpt-tiny", batch=8, seq=64, device="cpu").double()
+    model.load_state_dict(single.state_dict())
+    m = autopar.parallelize(model, "2", example_args=args)
+    assert m.plan.degrees["pp"] == 2, m.plan.degrees
+    m(*args).backward()
+    single(*args).backward()
+    return _compare(m, single)
 
 
 def _scaled(m, single, args):

@@ -37,7 +37,7 @@ FOUR = [
     ["gpt-tied", "2x2", 8, {"pin": {"pp": 2, "zero": 3, "dp": 2, "microbatches": 3}}],
 ]
 
-USES = ("scaled", "another batch", "eval", "sharded batch", "loaded", "input gradient", "dropout", "scaler")
+USES = ("unasked", "scaled", "another batch", "eval", "sharded batch", "loaded", "input gradient", "dropout", "scaler")
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-2p", 1), ("interleaved-1f1b", 2), ("looped-bfs", 2)]
 SCHEDULES += [("interleaved-zb", 2), ("zb-v", 2), ("dualpipe-v", 2)]

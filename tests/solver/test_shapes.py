@@ -173,3 +173,45 @@ def test_a_pin_that_only_a_pipeline_has_asks_for_one(pin: dict[str, object]) -> 
     assert {"schedule": plan.schedule, "virtual_stages": plan.virtual_stages}.items() >= pin.items()
     with pytest.raises(PlanError, match="only a pipeline has it; pin pp=2 or more"):
         planned(autopar.Mesh("1", device="rtx-4090"), pin=pin)
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [{"pp": 2, "zero": 3}, {"pp": 2, "zero": 2}, {"pp": 1, "microbatches": 16, "zero": 3}, {"zero": 1}, {"dp": 1}],
+)
+def test_degrees_and_levels_that_are_pinned_are_those_of_the_plan(pin: dict[str, int]) -> None:
+    plan = planned(pin=pin)
+    assert {**plan.degrees, "zero": plan.zero, "microbatches": plan.microbatches}.items() >= pin.items()
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
+def test_a_rank_of_two_stages_has_room_for_both_together(schedule: str) -> None:
+    pin = {"pp": 2, "schedule": schedule, "microbatches": 4, "recompute": "none", "zero": 0, "loss_chunks": 1}
+    mesh = autopar.Mesh("2", device="rtx-4090")
+
+    def by_rank(plan: autopar.Plan) -> list[float]:
+        held = zip(plan.stages, plan.predicted["peak_memory_bytes"], strict=True)
+        rank = [(stage["devices"][0], bytes_) for stage, bytes_ in held]
+        return [sum(b for r, b in rank if r == at) for at in range(2)]
+
+    fullest = max(by_rank(planned(mesh, pin=pin)))
+    short = planned(mesh, pin=pin, memory=int(1.001 * fullest))
+    assert max(by_rank(short)) <= 1.001 * fullest
+
+
+def test_uneven_micro_batches_hold_what_the_largest_does() -> None:
+    """Of 9 rows in 5 parts the largest has 2, of 10 rows all have 2."""
+    pin = {"pp": 1, "microbatches": 5, "recompute": "none", "zero": 0}
+    one = autopar.Mesh("1", device="rtx-4090")
+    uneven, even = (planned(one, gpt(rows), pin=pin).predicted["memory"]["activations"] for rows in (9, 10))
+    assert sum(uneven) == pytest.approx(sum(even), rel=0.02)
+
+
+def test_what_does_not_fit_is_told_by_the_shape_that_lacks_least() -> None:
+    one = autopar.Mesh("1", device="rtx-4090")
+    states = planned(one).predicted["memory"]["parameters_gradients_optimizer"]
+    with pytest.raises(InfeasibleError) as alone:
+        planned(one, memory=int(states / 2), pin={"microbatches": 1})
+    with pytest.raises(InfeasibleError) as free:
+        planned(one, memory=int(states / 2))
+    assert 0 < free.value.missing_bytes < alone.value.missing_bytes  # type: ignore[attr-defined]
