@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.plan_table import masked
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_INDEX = re.compile(r"(?<![\w])[0-9]+(?![\w])")
 KINDS = {"ops": "op", "params": "parameter", "reads": "read"}
 
 
@@ -117,8 +116,7 @@ def _shape_text(shape: Mapping[str, Any]) -> str:
 
 def _mask(name: str) -> str:
     """The same of equal blocks."""
-    path, slash, rest = name.partition("/")
-    return _INDEX.sub("*", path) + slash + rest
+    return masked(name)[0]
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -23,7 +23,7 @@ from autopar.console import count, plain_text, seconds, size
 if TYPE_CHECKING:
     from autopar.plan import Plan
 
-__all__ = ["fold", "plain_text", "plan_table", "summary"]
+__all__ = ["fold", "masked", "plain_text", "plan_table", "summary"]
 
 SHAPES = 6
 """Rows of the shapes that were compared."""
@@ -88,7 +88,7 @@ def fold(entries: Iterable[tuple[str, Hashable]]) -> list[tuple[str, int, Any, t
     groups: dict[tuple[str, Hashable], list[str]] = defaultdict(list)
     seen: dict[str, list[set[int]]] = {}
     for name, thing in entries:
-        mask, numbers = _masked(name)
+        mask, numbers = masked(name)
         groups[mask, thing].append(name)
         sets = seen.setdefault(mask, [set() for _ in numbers])
         for position, value in zip(sets, numbers, strict=True):
@@ -97,7 +97,7 @@ def fold(entries: Iterable[tuple[str, Hashable]]) -> list[tuple[str, int, Any, t
     for (mask, thing), names in groups.items():
         label = names[0]
         if len(names) > 1:
-            positions = [set(p) for p in zip(*(_masked(name)[1] for name in names), strict=True)]
+            positions = [set(p) for p in zip(*(masked(name)[1] for name in names), strict=True)]
             texts = iter(
                 "*" if p == every else f"{{{_ranges(p)}}}" for p, every in zip(positions, seen[mask], strict=True)
             )
@@ -106,7 +106,8 @@ def fold(entries: Iterable[tuple[str, Hashable]]) -> list[tuple[str, int, Any, t
     return rows
 
 
-def _masked(name: str) -> tuple[str, list[int]]:
+def masked(name: str) -> tuple[str, list[int]]:
+    """A name without the numbers of its layers, the same for equal layers; and those numbers."""
     path, slash, rest = name.partition("/")
     return _INDEX.sub("\0", path) + slash + rest, [int(number) for number in _INDEX.findall(path)]
 
@@ -167,8 +168,8 @@ def _fold_runs(names: Sequence[str]) -> list[tuple[str, int, Any, tuple[str, ...
     """`fold`, but `*` never stands for a part of the layers, since a stage has only some of them."""
     rows = []
     for _, n, thing, members in fold((name, None) for name in names):
-        mask = _masked(members[0])[0]
-        sets = [set(p) for p in zip(*(_masked(name)[1] for name in members), strict=True)]
+        mask = masked(members[0])[0]
+        sets = [set(p) for p in zip(*(masked(name)[1] for name in members), strict=True)]
         texts = iter(_ranges(p) if len(p) == 1 else f"{{{_ranges(p)}}}" for p in sets)
         rows.append((re.sub(r"\0", lambda _: next(texts), mask), n, thing, members))  # noqa: B023 - called at once
     return rows

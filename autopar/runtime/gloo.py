@@ -11,7 +11,6 @@ as the ops have it; `install` puts them in place, for everybody who calls those 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,17 +29,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _pending: dict[int, tuple[torch.Tensor, dist.Work]] = {}
 """By the address of the first byte: what is on its way, and the work that ends with it there."""
-
-
-@functools.cache
-def install() -> None:
-    """Use the kernels below from now on; once is enough."""
-    for name in ("all_reduce", "all_reduce_", "all_gather_into_tensor", "all_gather_into_tensor_out",
-                 "reduce_scatter_tensor", "all_to_all_single", "wait_tensor"):  # fmt: skip
-        _LIBRARY.impl(name, globals()[name], "CPU")
-
-
-_LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
 
 
 def all_reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
@@ -74,7 +62,7 @@ def wait_tensor(x: torch.Tensor) -> torch.Tensor:
     """What is not on its way is there; a view of what is waits for all of it."""
     at = x.data_ptr()
     if at not in _pending and _pending:
-        at = next((start for start, (whole, _) in _pending.items() if start <= at < start + _bytes(whole)), at)
+        at = next((start for start, (whole, _) in _pending.items() if start <= at < start + whole.nbytes), at)
     found = _pending.pop(at, None)
     if found is not None:
         found[1].wait()
@@ -94,9 +82,19 @@ def _rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x.new_empty((rows, *x.shape[1:]))
 
 
-def _bytes(x: torch.Tensor) -> int:
-    return math.prod(x.shape) * x.element_size()
-
-
 def _group(group: Any) -> dist.ProcessGroup:
     return group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
+
+
+_KERNELS = (
+    all_reduce, all_reduce_, all_gather_into_tensor, all_gather_into_tensor_out, reduce_scatter_tensor,
+    all_to_all_single, wait_tensor,
+)  # fmt: skip
+_LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
+
+
+@functools.cache
+def install() -> None:
+    """Use these kernels from now on; once is enough."""
+    for kernel in _KERNELS:
+        _LIBRARY.impl(kernel.__name__, kernel, "CPU")
