@@ -3,9 +3,9 @@
 Enters: a `Plan`. Leaves: `Simulated`: its timeline, seconds and bytes by stage, as JSON data and as a table.
 Refused, with a `PlanError`: a plan whose stages do not fit its schedule.
 
-A plan of a pipeline says what each of its stages takes. One without stages (or made before plans said so) prices each op
-for a whole batch, forward and backward together, and collectives, optimizer and memory for the slowest stage. Then an
-op's seconds go to the stage that runs it, a micro-batch takes its share of them, and of a training step a third each
+A plan of a pipeline says what each of its stages takes. One without stages (or made before plans said so) prices each
+op for a whole batch, forward and backward together, and collectives, optimizer and memory for the slowest stage. Then
+an op's seconds go to the stage that runs it, a micro-batch takes its share of them, and of a training step a third each
 goes to forward, input gradient and weight gradient (a quarter, twice that and a quarter where all is recomputed). What
 is exposed of collectives, and the optimizer, are shared out like the ops' seconds.
 Sends between stages take what the plan says of them.
